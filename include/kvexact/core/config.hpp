@@ -1,0 +1,23 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+/// KVEXACT_ALWAYS_INLINE: for kernels that are instantiated inside functions compiled for another instruction set, where a call
+/// would fall back to the baseline. Sanitizers make the inlined code so large that plain inlining must do there.
+#if defined(__SANITIZE_ADDRESS__)
+#define KVEXACT_ALWAYS_INLINE inline
+#elif defined(__GNUC__) || defined(__clang__)
+#define KVEXACT_ALWAYS_INLINE [[gnu::always_inline]] inline
+#elif defined(_MSC_VER)
+#define KVEXACT_ALWAYS_INLINE __forceinline
+#else
+#define KVEXACT_ALWAYS_INLINE inline
+#endif
+
+/// KVEXACT_NO_INLINE: for rare paths beside a kernel, so that they are compiled once.
+#if defined(__GNUC__) || defined(__clang__)
+#define KVEXACT_NO_INLINE [[gnu::noinline]]
+#elif defined(_MSC_VER)
+#define KVEXACT_NO_INLINE __declspec(noinline)
+#else
+#define KVEXACT_NO_INLINE
+#endif
