@@ -1,0 +1,450 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+#include <kvexact/bitstream/bit_io.hpp>
+#include <kvexact/bitstream/byte_io.hpp>
+#include <kvexact/bitstream/checksum.hpp>
+#include <kvexact/codec/profile.hpp>
+#include <kvexact/codec/stream_format.hpp>
+#include <kvexact/core/config.hpp>
+#include <kvexact/core/instruction_set.hpp>
+#include <kvexact/core/result.hpp>
+#include <kvexact/core/workspace.hpp>
+#include <kvexact/entropy/entropy_coder.hpp>
+#include <kvexact/numeric/fixed_point.hpp>
+#include <kvexact/prediction/predictor.hpp>
+#include <kvexact/residual/residual_model.hpp>
+#include <kvexact/tensor/tile.hpp>
+
+namespace kvexact::detail {
+
+/// Memory that coding one chunk needs, carved from the caller's workspace.
+template <class Residual>
+struct chunk_buffers {
+  using bits_type = typename Residual::bits_type;
+
+  std::span<bits_type> values;          // tiles of the chunk, one after the other, [channel][padded token]
+  std::span<std::uint32_t> means;       // one tile
+  std::span<std::uint8_t> symbols;      // encoder only: the whole chunk in coding order
+  std::span<std::uint16_t> tables;      // encoder only, beside the symbols
+  std::span<std::byte> payload;         // encoder only
+  std::span<std::byte> raw_bits;        // encoder only
+
+  /// `most_values`: padded values of the largest chunk, `most_tile`: of the largest tile in it.
+  static chunk_buffers take(workspace& memory, std::size_t most_values, std::size_t most_tile, bool encode) noexcept {
+    chunk_buffers buffers;
+    buffers.values = memory.take<bits_type>(most_values);
+    buffers.means = memory.take<std::uint32_t>(most_tile);
+    if (!encode) return buffers;
+    const std::size_t payload_bytes = most_values * sizeof(bits_type) + 1024;
+    buffers.symbols = memory.take<std::uint8_t>(most_values);
+    buffers.tables = memory.take<std::uint16_t>(most_values);
+    buffers.payload = memory.take<std::byte>(payload_bytes);
+    buffers.raw_bits = memory.take<std::byte>(payload_bytes);
+    return buffers;
+  }
+  [[nodiscard]] bool complete(bool encode) const noexcept {
+    return !values.empty() && !means.empty() && (!encode || !raw_bits.empty());
+  }
+};
+
+/// What a kernel needs of one tile.
+struct tile_job {
+  std::uint32_t channels = 0;
+  std::uint32_t tokens = 0;
+  std::size_t stride = 0;
+  const std::uint32_t* means = nullptr;
+  const std::int16_t* sigmas = nullptr;
+  std::int32_t sigma_shift = 0;            // log2 of the storage scale
+  const std::uint16_t* tables = nullptr;   // context -> table
+};
+
+/// Prepares the row that starts at token `first` of channel `c`.
+template <class Residual>
+KVEXACT_ALWAYS_INLINE void prepare_row(const tile_job& job, std::size_t c, std::size_t first, typename Residual::row& row,
+                                       std::uint16_t* tables) noexcept {
+  alignas(64) std::array<std::int32_t, row_lanes> sigmas;
+  sigmas.fill(job.sigmas[c] - job.sigma_shift);
+  Residual::prepare(job.means + c * job.stride + first, sigmas.data(), row);
+  for (std::size_t i = 0; i < row_lanes; ++i) tables[i] = job.tables[row.context[i]];
+}
+
+/// Values of a tile to symbols, tables (both [channel][padded token]) and raw bits.
+template <class Residual>
+struct symbolize_kernel {
+  KVEXACT_ALWAYS_INLINE static void run(const tile_job& job, const encode_entry* entries, const typename Residual::bits_type* values,
+                                        std::uint8_t* symbols, std::uint16_t* tables, bit_writer& raw_bits) noexcept {
+    typename Residual::row row;
+    bit_writer bits_out = raw_bits;
+    const std::size_t full = job.tokens / row_lanes * row_lanes;
+    for (std::size_t c = 0; c < job.channels; ++c) {
+      const std::size_t at = c * job.stride;
+      for (std::size_t first = 0; first < job.tokens; first += row_lanes) {
+        prepare_row<Residual>(job, c, first, row, tables + at + first);
+        if (first < full) {
+          run_row(entries, values + at + first, row, symbols + at + first, tables + at + first, bits_out, row_lanes);
+        } else {
+          run_short_row(entries, values + at + first, row, symbols + at + first, tables + at + first, bits_out, static_cast<int>(job.tokens - first));
+        }
+      }
+    }
+    raw_bits = bits_out;
+  }
+
+ private:
+  KVEXACT_ALWAYS_INLINE static void run_row(const encode_entry* entries, const typename Residual::bits_type* values,
+                                            const typename Residual::row& row, std::uint8_t* symbols, const std::uint16_t* tables,
+                                            bit_writer& raw_bits, int n) noexcept {
+    Residual::to_symbols(values, row, symbols, n);
+    for (int i = 0; i < n; ++i) {
+      const bool codable = entries[(std::size_t{tables[i]} << 8) + symbols[i]].frequency != 0;
+      symbols[i] = codable ? symbols[i] : static_cast<std::uint8_t>(Residual::escape_symbol);
+    }
+    Residual::put_raw(values, row, symbols, raw_bits, n);
+  }
+  KVEXACT_NO_INLINE static void run_short_row(const encode_entry* entries, const typename Residual::bits_type* values,
+                                              const typename Residual::row& row, std::uint8_t* symbols, const std::uint16_t* tables,
+                                              bit_writer& raw_bits, int n) noexcept {
+    run_row(entries, values, row, symbols, tables, raw_bits, n);
+  }
+};
+
+/// Symbols of a tile to the entropy coder, in the order it wants.
+template <class Coder>
+struct code_kernel {
+  template <class Model>
+  KVEXACT_ALWAYS_INLINE static void run(const tile_job& job, const Model& model, const std::uint8_t* symbols, const std::uint16_t* tables,
+                                        typename Coder::encoder& encoder) noexcept {
+    const std::size_t rows = (job.tokens + row_lanes - 1) / row_lanes;
+    for (std::size_t i = 0; i < job.channels; ++i) {
+      const std::size_t c = Coder::encode_order == row_order::reverse ? job.channels - 1 - i : i;
+      for (std::size_t j = 0; j < rows; ++j) {
+        const std::size_t first = (Coder::encode_order == row_order::reverse ? rows - 1 - j : j) * row_lanes;
+        const std::size_t at = c * job.stride + first;
+        if (job.tokens - first >= row_lanes) {
+          (void)encoder.put_row(model, tables + at, symbols + at, row_lanes);
+        } else {
+          put_short_row(model, symbols + at, tables + at, encoder, static_cast<int>(job.tokens - first));
+        }
+      }
+    }
+  }
+
+ private:
+  template <class Model>
+  KVEXACT_NO_INLINE static void put_short_row(const Model& model, const std::uint8_t* symbols, const std::uint16_t* tables,
+                                              typename Coder::encoder& encoder, int n) noexcept {
+    (void)encoder.put_row(model, tables, symbols, n);
+  }
+};
+
+template <class Residual, class Coder>
+struct decode_kernel {
+  template <class Model>
+  KVEXACT_ALWAYS_INLINE static void run(const tile_job& job, const Model& model, typename Coder::decoder& decoder, bit_reader& raw_bits,
+                                        typename Residual::bits_type* values) noexcept {
+    // Local copies: the compiler need not fear that stores to the values change them.
+    typename Coder::decoder symbols_in = decoder;
+    bit_reader bits_in = raw_bits;
+    typename Residual::row row;
+    alignas(64) std::array<std::uint16_t, row_lanes> tables{};
+    alignas(64) std::array<std::uint8_t, row_lanes> symbols{};
+    const std::size_t full = job.tokens / row_lanes * row_lanes;
+    for (std::size_t c = 0; c < job.channels; ++c) {
+      typename Residual::bits_type* const out = values + c * job.stride;
+      for (std::size_t first = 0; first < job.tokens; first += row_lanes) {
+        prepare_row<Residual>(job, c, first, row, tables.data());
+        if (first < full) {
+          symbols_in.get_row(model, tables.data(), symbols.data(), row_lanes);
+          Residual::decode(symbols.data(), row, bits_in, out + first, row_lanes);
+        } else {
+          decode_short_row(model, row, tables.data(), symbols_in, bits_in, out + first, static_cast<int>(job.tokens - first));
+        }
+      }
+    }
+    decoder = symbols_in;
+    raw_bits = bits_in;
+  }
+
+ private:
+  template <class Model>
+  KVEXACT_NO_INLINE static void decode_short_row(const Model& model, const typename Residual::row& row, const std::uint16_t* tables,
+                                                 typename Coder::decoder& decoder, bit_reader& raw_bits,
+                                                 typename Residual::bits_type* values, int n) noexcept {
+    std::array<std::uint8_t, row_lanes> symbols{};
+    decoder.get_row(model, tables, symbols.data(), n);
+    Residual::decode(symbols.data(), row, raw_bits, values, n);
+  }
+};
+
+/// Codes single chunks. Stateless but for references; the same bytes whatever the instruction set.
+template <class Codec>
+class chunk_coder {
+ public:
+  using residual = typename Codec::residual_model_type;
+  using coder = typename Codec::entropy_coder_type;
+  using bits_type = typename residual::bits_type;
+  using buffers_type = chunk_buffers<residual>;
+
+  /// `scales`: bits of the storage scales, one a tile, or empty.
+  chunk_coder(const profile<Codec>& parameters, std::span<const std::uint32_t> scales, instruction_set set) noexcept
+      : profile_(&parameters), scales_(scales), set_(set) {}
+
+  /// Encodes `cache` in the range of `record` and sets the record's mode and bytes. The result's payload lies in `buffers`.
+  struct encoded {
+    chunk_header header;
+    std::span<const std::byte> payload;
+  };
+  template <class Cache, class Prediction>
+  [[nodiscard]] encoded encode(const Cache& cache, const Prediction& prediction, const chunk_record& record, buffers_type& buffers) const noexcept {
+    encoded out;
+    out.header.record = record;
+    chained_checksum sum;
+    std::size_t at = 0;
+    std::uint64_t values = 0;
+    for_each_tile(record, [&](const tile_shape& shape, std::size_t) {
+      bits_type* const tile = buffers.values.data() + at;
+      gather_tile(cache, shape, tile);
+      const auto tokens = static_cast<std::size_t>(shape.tokens.size());
+      for (std::size_t c = 0; c < shape.channels(); ++c) std::fill(tile + c * shape.stride + tokens, tile + (c + 1) * shape.stride, bits_type{0});
+      sum.update(std::as_bytes(std::span(tile, shape.channels() * shape.stride)));
+      at += shape.channels() * shape.stride;
+      values += shape.channels() * tokens;
+    });
+    out.header.values_checksum = sum.digest();
+
+    const std::size_t stored_bytes = static_cast<std::size_t>(values) * sizeof(bits_type);
+    const auto attempt = [&]<class Predictor>(const Predictor&, std::size_t limit) -> bool {
+      std::uint64_t fingerprint = 0;
+      const std::size_t bytes = encode_with<Predictor>(prediction, record, buffers, limit, fingerprint);
+      if (bytes == 0) return false;
+      out.header.record.mode = Predictor::id;
+      out.header.fingerprint = fingerprint;
+      out.payload = buffers.payload.first(bytes);
+      return true;
+    };
+    using predictor_type = typename Codec::predictor_type;
+    const bool coded = attempt(predictor_type{}, stored_bytes);
+    if constexpr (!std::same_as<predictor_type, channel_mean>) {
+      // Where the prediction does no better than no prediction usually does, see what that gives here.
+      const std::uint64_t usual = profile_->fallback_bits_q8() * values / (256 * 8);
+      if (!coded || out.payload.size() * 10 > usual * 9) {
+        const std::size_t limit = coded ? out.payload.size() - 1 : stored_bytes;
+        if (profile_->has_fallback() && !attempt(channel_mean{}, limit) && coded) {
+          std::uint64_t fingerprint = 0;  // the attempt has overwritten the better payload
+          out.payload = buffers.payload.first(encode_with<predictor_type>(prediction, record, buffers, stored_bytes, fingerprint));
+        }
+      }
+    }
+    if (out.payload.empty()) store(record, buffers, out);
+    out.header.record.bytes = chunk_header_bytes + out.payload.size();
+    return out;
+  }
+
+  /// Decodes the chunk in `bytes`, whose place the index gives as `record`, into `buffers.values`; nothing else is touched.
+  template <class Prediction>
+  [[nodiscard]] result<void> decode(std::span<const std::byte> bytes, const chunk_record& record, const Prediction& prediction,
+                                    buffers_type& buffers) const noexcept {
+    const auto header = read_chunk_header(bytes);
+    if (!header) return header.error();
+    const chunk_record& own = header->record;
+    if (own.mode != record.mode || own.layers() != record.layers() || own.tokens() != record.tokens())
+      return error{error_code::corrupt, "a chunk's header differs from the index"};
+    const std::span<const std::byte> payload = bytes.subspan(chunk_header_bytes);
+    if (record.mode == stored_mode) return restore(record, payload, *header, buffers);
+    if constexpr (!std::same_as<typename Codec::predictor_type, channel_mean>) {
+      if (record.mode == Codec::predictor_type::id) {
+        if constexpr (Codec::predictor_type::needs_prediction && std::same_as<Prediction, no_prediction>) {
+          return error{error_code::prediction_missing, "the chunk was coded against a prediction, and none was given"};
+        } else {
+          return decode_with<typename Codec::predictor_type>(prediction, record, payload, *header, buffers);
+        }
+      }
+    }
+    if (record.mode == channel_mean::id) {
+      if (!profile_->has_fallback()) return error{error_code::corrupt, "the chunk needs channel means that the profile lacks"};
+      return decode_with<channel_mean>(no_prediction{}, record, payload, *header, buffers);
+    }
+    return error{error_code::unsupported, "unknown mode of a chunk"};
+  }
+
+  /// Copies the values of the last decoded chunk that lie in the wanted ranges into a cache.
+  template <class Cache>
+  void publish(const chunk_record& record, index_range layers, index_range tokens, const buffers_type& buffers, const Cache& cache) const noexcept {
+    std::size_t at = 0;
+    for_each_tile(record, [&](const tile_shape& shape, std::size_t) {
+      if (shape.layer >= layers.begin && shape.layer < layers.end) scatter_tile(cache, shape, tokens, buffers.values.data() + at);
+      at += shape.channels() * shape.stride;
+    });
+  }
+
+ private:
+  /// Calls visit(tile shape, tile number) in coding order.
+  template <class Visit>
+  void for_each_tile(const chunk_record& record, Visit&& visit) const noexcept {
+    for (std::uint64_t l = record.layer_begin; l < record.layers().end; ++l) {
+      const auto layer = static_cast<std::uint32_t>(l);
+      for (const cache_part part : cache_parts) {
+        const layer_shape& shape = profile_->shape().layer(layer);
+        if (shape.channels(part) == 0) continue;
+        visit(tile_shape{layer, part, record.tokens(), shape.kv_heads, shape.dim(part), static_cast<std::size_t>(pad_to_rows(record.token_count))},
+              profile_->tile_number(layer, part));
+      }
+    }
+  }
+
+  /// Means of a tile in `buffers.means`, in the unit of the cache's numbers; `fingerprint` takes up the predictions.
+  template <class Predictor, class Prediction>
+  [[nodiscard]] tile_job prepare_tile(const tile_shape& shape, std::size_t tile, const Prediction& prediction, buffers_type& buffers,
+                                      chained_checksum& fingerprint) const noexcept {
+    const auto& model = profile_->template model<Predictor>();
+    std::uint32_t* const means = buffers.means.data();
+    const std::size_t count = shape.channels() * shape.stride;
+    Predictor::predict(shape, {model.means(tile), &profile_->rotation()}, prediction, means);
+    if constexpr (Predictor::needs_prediction) fingerprint.update(std::as_bytes(std::span(means, count)));
+    tile_job job{shape.channels(), static_cast<std::uint32_t>(shape.tokens.size()), shape.stride, means, model.sigmas(tile).data(), 0,
+                 model.context_tables(tile).data()};
+    if (!scales_.empty() && is_positive_normal(scales_[tile])) {
+      job.sigma_shift = log2_in_256ths(scales_[tile]);
+      const integer_divider divide(scales_[tile]);
+      for (std::size_t i = 0; i < count; ++i) means[i] = divide(means[i]);
+    }
+    return job;
+  }
+
+  /// Size of the payload in `buffers.payload`, or 0 if it would exceed `limit`.
+  template <class Predictor, class Prediction>
+  [[nodiscard]] std::size_t encode_with(const Prediction& prediction, const chunk_record& record, buffers_type& buffers, std::size_t limit,
+                                        std::uint64_t& fingerprint) const noexcept {
+    const auto& model = profile_->template model<Predictor>();
+    chained_checksum predictions;
+    bit_writer raw_bits(buffers.raw_bits);
+    std::size_t at = 0;
+    for_each_tile(record, [&](const tile_shape& shape, std::size_t tile) {
+      const tile_job job = prepare_tile<Predictor>(shape, tile, prediction, buffers, predictions);
+      run_on<symbolize_kernel<residual>>(set_, job, model.tables().entries(), buffers.values.data() + at,
+                                                                          buffers.symbols.data() + at, buffers.tables.data() + at, raw_bits);
+      at += shape.channels() * shape.stride;
+    });
+    if constexpr (Predictor::needs_prediction) fingerprint = predictions.digest();
+
+    typename coder::encoder encoder(buffers.payload.subspan(4));
+    const auto code_tile = [&](std::size_t start, const tile_shape& shape) {
+      tile_job job;
+      job.channels = shape.channels();
+      job.tokens = record.token_count;
+      job.stride = shape.stride;
+      run_on<code_kernel<coder>>(set_, job, model.tables(), buffers.symbols.data() + start, buffers.tables.data() + start, encoder);
+    };
+    if constexpr (coder::encode_order == row_order::reverse) {
+      for_each_tile_reversed(record, [&](const tile_shape& shape) {
+        at -= shape.channels() * shape.stride;
+        code_tile(at, shape);
+      });
+    } else {
+      at = 0;
+      for_each_tile(record, [&](const tile_shape& shape, std::size_t) {
+        code_tile(at, shape);
+        at += shape.channels() * shape.stride;
+      });
+    }
+    const auto coded = encoder.finish();
+    const auto raw = raw_bits.finish();
+    if (!coded || raw_bits.overflowed() || 4 + coded->size() + raw.size() > limit) return 0;
+    std::byte* const out = buffers.payload.data();
+    store_little_endian(out, static_cast<std::uint32_t>(coded->size()));
+    std::copy(coded->begin(), coded->end(), out + 4);  // downwards, may overlap
+    std::copy(raw.begin(), raw.end(), out + 4 + coded->size());
+    return 4 + coded->size() + raw.size();
+  }
+
+  template <class Visit>
+  void for_each_tile_reversed(const chunk_record& record, Visit&& visit) const noexcept {
+    for (std::uint64_t l = record.layers().end; l-- > record.layer_begin;) {
+      const auto layer = static_cast<std::uint32_t>(l);
+      for (const cache_part part : {cache_part::value, cache_part::key}) {
+        const layer_shape& shape = profile_->shape().layer(layer);
+        if (shape.channels(part) == 0) continue;
+        visit(tile_shape{layer, part, record.tokens(), shape.kv_heads, shape.dim(part), static_cast<std::size_t>(pad_to_rows(record.token_count))});
+      }
+    }
+  }
+
+  template <class Predictor, class Prediction>
+  [[nodiscard]] result<void> decode_with(const Prediction& prediction, const chunk_record& record, std::span<const std::byte> payload,
+                                         const chunk_header& header, buffers_type& buffers) const noexcept {
+    const auto& model = profile_->template model<Predictor>();
+    if (payload.size() < 4) return error{error_code::truncated, "payload of a chunk"};
+    const auto coded_bytes = load_little_endian<std::uint32_t>(payload.data());
+    if (coded_bytes > payload.size() - 4) return error{error_code::corrupt, "size of a chunk's coded symbols"};
+    auto decoder = coder::decoder::open(payload.subspan(4, coded_bytes));
+    if (!decoder) return decoder.error();
+    bit_reader raw_bits(payload.subspan(4 + coded_bytes));
+    chained_checksum predictions;
+    chained_checksum sum;
+    std::size_t at = 0;
+    for_each_tile(record, [&](const tile_shape& shape, std::size_t tile) {
+      const tile_job job = prepare_tile<Predictor>(shape, tile, prediction, buffers, predictions);
+      bits_type* const values = buffers.values.data() + at;
+      if (job.tokens % row_lanes != 0) std::fill_n(values, shape.channels() * shape.stride, bits_type{0});
+      run_on<decode_kernel<residual, coder>>(set_, job, model.tables(), *decoder, raw_bits, values);
+      sum.update(std::as_bytes(std::span(values, shape.channels() * shape.stride)));
+      at += shape.channels() * shape.stride;
+    });
+    if constexpr (Predictor::needs_prediction) {
+      if (predictions.digest() != header.fingerprint)
+        return error{error_code::prediction_mismatch, "the prediction differs from the one the chunk was coded with"};
+    }
+    if (const auto finished = decoder->finish(); !finished) return finished.error();
+    if (!raw_bits.finish()) return error{error_code::corrupt, "raw bits of a chunk"};
+    if (sum.digest() != header.values_checksum) return error{error_code::checksum_mismatch, "decoded values of a chunk"};
+    return {};
+  }
+
+  /// Values as they are, tile by tile and channel by channel, without padding.
+  void store(const chunk_record& record, buffers_type& buffers, encoded& out) const noexcept {
+    std::byte* to = buffers.payload.data();
+    const bits_type* tile = buffers.values.data();
+    for_each_tile(record, [&](const tile_shape& shape, std::size_t) {
+      for (std::size_t c = 0; c < shape.channels(); ++c, tile += shape.stride) {
+        for (std::size_t t = 0; t < shape.tokens.size(); ++t, to += sizeof(bits_type)) store_little_endian(to, tile[t]);
+      }
+    });
+    out.header.record.mode = stored_mode;
+    out.header.fingerprint = 0;
+    out.payload = std::span(buffers.payload).first(static_cast<std::size_t>(to - buffers.payload.data()));
+  }
+
+  [[nodiscard]] result<void> restore(const chunk_record& record, std::span<const std::byte> payload, const chunk_header& header,
+                                     buffers_type& buffers) const noexcept {
+    std::uint64_t values = 0;
+    for_each_tile(record, [&](const tile_shape& shape, std::size_t) { values += std::uint64_t{shape.channels()} * record.token_count; });
+    if (payload.size() != values * sizeof(bits_type)) return error{error_code::corrupt, "size of a chunk with stored values"};
+    const std::byte* from = payload.data();
+    bits_type* tile = buffers.values.data();
+    chained_checksum sum;
+    for_each_tile(record, [&](const tile_shape& shape, std::size_t) {
+      bits_type* const begin = tile;
+      for (std::size_t c = 0; c < shape.channels(); ++c, tile += shape.stride) {
+        for (std::size_t t = 0; t < shape.tokens.size(); ++t, from += sizeof(bits_type)) tile[t] = load_little_endian<bits_type>(from);
+        std::fill(tile + shape.tokens.size(), tile + shape.stride, bits_type{0});
+      }
+      sum.update(std::as_bytes(std::span(begin, tile)));
+    });
+    if (sum.digest() != header.values_checksum) return error{error_code::checksum_mismatch, "stored values of a chunk"};
+    return {};
+  }
+
+  const profile<Codec>* profile_;
+  std::span<const std::uint32_t> scales_;
+  instruction_set set_;
+};
+
+}  // namespace kvexact::detail

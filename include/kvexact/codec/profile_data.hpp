@@ -1,0 +1,282 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include <kvexact/bitstream/byte_io.hpp>
+#include <kvexact/bitstream/checksum.hpp>
+#include <kvexact/bitstream/container.hpp>
+#include <kvexact/core/result.hpp>
+#include <kvexact/entropy/frequency_table.hpp>
+#include <kvexact/numeric/number_format.hpp>
+#include <kvexact/tensor/cache_shape.hpp>
+#include <kvexact/tensor/rotary.hpp>
+
+namespace kvexact {
+
+/// Calibrated parameters of one predictor together with the residual model. "Tiles" are (layer, part) in coding order: layer by layer,
+/// K before V, absent V skipped; channels count through the tiles.
+struct model_parameters {
+  std::uint32_t predictor = 0;                ///< id of the predictor
+  std::uint32_t bits_per_value_q8 = 0;        ///< code length on the calibration data in 1/256 bit
+  std::vector<std::uint32_t> means;           ///< per channel, bits of binary32, real units, keys before rotation; may be empty
+  std::vector<std::int16_t> sigmas;           ///< per channel, log2 of the residuals' spread in 1/256 octave, real units
+  std::vector<std::uint16_t> shared_tables;   ///< table of each shared context
+  std::vector<std::uint16_t> tile_tables;     ///< table of each further context, tile by tile
+  std::vector<frequency_table> tables;
+};
+
+/// Content of a profile, independent of any codec type; what is stored in the file. See docs/format.md.
+struct profile_data {
+  number_format format = number_format::bfloat16;
+  std::uint32_t residual = 0;         ///< id of the residual model
+  std::uint32_t shared_contexts = 0;  ///< context counts of the residual model
+  std::uint32_t tile_contexts = 0;
+  std::uint32_t alphabet = 0;
+  std::uint32_t precision = 0;        ///< bits of the frequency tables
+  cache_shape shape;
+  rotary rotation;                    ///< of all layers' keys
+  std::vector<model_parameters> models;
+
+  /// Index of the model of a predictor, or the number of models.
+  [[nodiscard]] std::size_t find_model(std::uint32_t predictor) const noexcept {
+    std::size_t i = 0;
+    while (i < models.size() && models[i].predictor != predictor) ++i;
+    return i;
+  }
+};
+
+/// Number of tiles of a shape: a layer has one or two.
+[[nodiscard]] inline std::size_t count_tiles(const cache_shape& shape) noexcept {
+  std::size_t tiles = 0;
+  for (const layer_shape& layer : shape.all()) tiles += layer.value_dim > 0 ? 2U : 1U;
+  return tiles;
+}
+
+/// Errors: shape_mismatch (a layer whose keys have fewer dimensions than are rotated).
+[[nodiscard]] inline result<void> expect_rotary_fits(const rotary& rotation, const cache_shape& shape) noexcept {
+  for (std::uint32_t l = 0; l < shape.layers(); ++l) {
+    if (shape.layer(l).key_dim < rotation.dim()) return error{error_code::shape_mismatch, "keys have fewer dimensions than are rotated", l};
+  }
+  return {};
+}
+
+namespace detail {
+
+inline constexpr std::uint32_t profile_section = 16;
+
+/// Layers as runs of equal ones: u32 runs, then per run u32 count, kv heads, key dim, value dim.
+inline void put_shape(byte_writer& out, const cache_shape& shape) {
+  std::vector<std::pair<std::uint32_t, layer_shape>> runs;
+  for (const layer_shape& layer : shape.all()) {
+    if (runs.empty() || runs.back().second != layer) runs.emplace_back(0U, layer);
+    ++runs.back().first;
+  }
+  out.put(static_cast<std::uint32_t>(runs.size()));
+  for (const auto& [count, layer] : runs) {
+    out.put(count);
+    out.put(layer.kv_heads);
+    out.put(layer.key_dim);
+    out.put(layer.value_dim);
+  }
+}
+
+[[nodiscard]] inline result<cache_shape> get_shape(byte_reader& in) {
+  const auto runs = in.get<std::uint32_t>();
+  std::vector<layer_shape> layers;
+  for (std::uint32_t r = 0; r < runs; ++r) {
+    const auto count = in.get<std::uint32_t>();
+    const layer_shape layer{in.get<std::uint32_t>(), in.get<std::uint32_t>(), in.get<std::uint32_t>()};
+    if (!in.ok()) return error{error_code::truncated, "cache shape"};
+    if (count == 0 || count > cache_shape::max_layers - layers.size()) return error{error_code::corrupt, "layer count in the cache shape"};
+    layers.insert(layers.end(), count, layer);
+  }
+  if (!in.ok()) return error{error_code::truncated, "cache shape"};
+  return cache_shape::make(layers);
+}
+
+/// u32 pairing, u32 pairs, u64 frequency each.
+inline void put_rotary(byte_writer& out, const rotary& rotation) {
+  out.put(static_cast<std::uint32_t>(rotation.pairing()));
+  out.put(static_cast<std::uint32_t>(rotation.turns().size()));
+  for (const std::uint64_t turns : rotation.turns()) out.put(turns);
+}
+
+[[nodiscard]] inline result<rotary> get_rotary(byte_reader& in, const cache_shape& shape) {
+  const auto pairing = in.get<std::uint32_t>();
+  const auto pairs = in.get<std::uint32_t>();
+  if (pairs > rotary::max_dim / 2) return error{error_code::corrupt, "number of rotary frequencies"};
+  std::vector<std::uint64_t> turns(pairs);
+  for (std::uint64_t& each : turns) each = in.get<std::uint64_t>();
+  if (!in.ok()) return error{error_code::truncated, "rotary frequencies"};
+  auto rotation = rotary::make(static_cast<rotary_pairing>(pairing), turns);
+  if (!rotation) return rotation;
+  if (const auto fits = expect_rotary_fits(*rotation, shape); !fits) return fits.error();
+  return rotation;
+}
+
+/// Frequencies as u8 first used symbol, u8 last used symbol before the top one, u16 each in between, u16 the top symbol (the escape).
+inline void put_table(byte_writer& out, const frequency_table& table) {
+  const int top = table.symbol_count() - 1;
+  int first = 0;
+  while (first < top && table.frequency(first) == 0) ++first;
+  int last = top - 1;
+  while (last > first && table.frequency(last) == 0) --last;
+  if (first == top) first = last = 0;  // the top symbol alone
+  out.put(static_cast<std::uint8_t>(first));
+  out.put(static_cast<std::uint8_t>(last));
+  for (int s = first; s <= last; ++s) out.put(static_cast<std::uint16_t>(table.frequency(s) & 0xffffU));
+  out.put(static_cast<std::uint16_t>(table.frequency(top) & 0xffffU));
+}
+
+[[nodiscard]] inline result<frequency_table> get_table(byte_reader& in, std::uint32_t alphabet, std::uint32_t precision) noexcept {
+  std::array<std::uint32_t, frequency_table::max_symbols> frequency{};
+  const std::uint32_t first = in.get<std::uint8_t>();
+  const std::uint32_t last = in.get<std::uint8_t>();
+  if (first > last || last + 1 >= alphabet) return error{error_code::corrupt, "symbols of a frequency table"};
+  for (std::uint32_t s = first; s <= last; ++s) frequency[s] = in.get<std::uint16_t>();
+  frequency[alphabet - 1] = in.get<std::uint16_t>();
+  if (!in.ok()) return error{error_code::truncated, "frequency table"};
+  return frequency_table::from_frequencies(std::span(frequency).first(alphabet), static_cast<int>(precision));
+}
+
+inline void put_model(byte_writer& out, const model_parameters& model) {
+  out.put(model.predictor);
+  out.put(model.bits_per_value_q8);
+  out.put(static_cast<std::uint32_t>(model.means.empty() ? 0 : 1));
+  out.put(static_cast<std::uint32_t>(model.tables.size()));
+  for (const std::uint32_t mean : model.means) out.put(mean);
+  for (const std::int16_t sigma : model.sigmas) out.put(static_cast<std::uint16_t>(sigma));
+  for (const std::uint16_t table : model.shared_tables) out.put(table);
+  for (const std::uint16_t table : model.tile_tables) out.put(table);
+  for (const frequency_table& table : model.tables) put_table(out, table);
+}
+
+[[nodiscard]] inline result<model_parameters> get_model(byte_reader& in, const profile_data& data) {
+  model_parameters model;
+  model.predictor = in.get<std::uint32_t>();
+  model.bits_per_value_q8 = in.get<std::uint32_t>();
+  const auto has_means = in.get<std::uint32_t>();
+  const auto tables = in.get<std::uint32_t>();
+  const std::uint64_t channels = data.shape.channels();
+  const std::uint64_t tile_contexts = std::uint64_t{count_tiles(data.shape)} * data.tile_contexts;
+  if (!in.ok()) return error{error_code::truncated, "model header"};
+  if (has_means > 1 || tables == 0 || tables > 65536) return error{error_code::corrupt, "model header"};
+  const std::uint64_t needed = channels * (has_means ? 6U : 2U) + 2 * (data.shared_contexts + tile_contexts) + 6 * std::uint64_t{tables};
+  if (needed > in.remaining()) return error{error_code::truncated, "model parameters"};
+  if (has_means) {
+    model.means.resize(static_cast<std::size_t>(channels));
+    for (std::uint32_t& mean : model.means) mean = in.get<std::uint32_t>();
+  }
+  model.sigmas.resize(static_cast<std::size_t>(channels));
+  for (std::int16_t& sigma : model.sigmas) sigma = static_cast<std::int16_t>(in.get<std::uint16_t>());
+  model.shared_tables.resize(data.shared_contexts);
+  model.tile_tables.resize(static_cast<std::size_t>(tile_contexts));
+  for (std::vector<std::uint16_t>* const map : {&model.shared_tables, &model.tile_tables}) {
+    for (std::uint16_t& table : *map) {
+      table = in.get<std::uint16_t>();
+      if (table >= tables) return error{error_code::corrupt, "a context names a table that is not there"};
+    }
+  }
+  model.tables.reserve(tables);
+  for (std::uint32_t t = 0; t < tables; ++t) {
+    const auto table = get_table(in, data.alphabet, data.precision);
+    if (!table) return table.error();
+    model.tables.push_back(*table);
+  }
+  return model;
+}
+
+}  // namespace detail
+
+/// Writes a profile file. Errors: out_of_memory.
+[[nodiscard]] inline result<std::vector<std::byte>> serialize_profile(const profile_data& data) noexcept {
+  try {
+    std::vector<std::byte> body;
+    byte_writer out(body);
+    out.put(static_cast<std::uint32_t>(data.format));
+    out.put(data.residual);
+    out.put(data.shared_contexts);
+    out.put(data.tile_contexts);
+    out.put(data.alphabet);
+    out.put(data.precision);
+    detail::put_shape(out, data.shape);
+    detail::put_rotary(out, data.rotation);
+    out.put(static_cast<std::uint32_t>(data.models.size()));
+    for (const model_parameters& model : data.models) detail::put_model(out, model);
+
+    std::vector<std::byte> file;
+    auto sink = [&file](std::span<const std::byte> bytes) {
+      file.insert(file.end(), bytes.begin(), bytes.end());
+      return true;
+    };
+    container_writer writer(sink, container_kind::profile);
+    if (const auto added = writer.add_section(detail::profile_section, body); !added) return added.error();
+    if (const auto finished = writer.finish(); !finished) return finished.error();
+    return file;
+  } catch (...) {
+    return error{error_code::out_of_memory, "profile"};
+  }
+}
+
+/// A profile and the hash by which streams name it: the checksum of the profile's section.
+struct parsed_profile {
+  profile_data data;
+  std::uint64_t hash = 0;
+};
+
+/// Reads a profile file; everything is validated, and memory is bounded by the size of `file`.
+/// Errors: truncated, corrupt, checksum_mismatch, unsupported, out_of_memory.
+[[nodiscard]] inline result<parsed_profile> parse_profile(std::span<const std::byte> file) noexcept {
+  try {
+    const auto container = container_reader::open(file, container_kind::profile);
+    if (!container) return container.error();
+    const auto body = container->section(detail::profile_section);
+    if (!body) return body.error();
+    byte_reader in(*body);
+    const auto format = in.get<std::uint32_t>();
+    const auto residual = in.get<std::uint32_t>();
+    const auto shared_contexts = in.get<std::uint32_t>();
+    const auto tile_contexts = in.get<std::uint32_t>();
+    const auto alphabet = in.get<std::uint32_t>();
+    const auto precision = in.get<std::uint32_t>();
+    if (!in.ok()) return error{error_code::truncated, "profile header"};
+    if (format < 1 || format > 4) return error{error_code::unsupported, "number format of the profile"};
+    if (alphabet < 2 || alphabet > 256 || precision < 1 || precision > 15 || shared_contexts > 65536 || tile_contexts > 65536)
+      return error{error_code::corrupt, "profile header"};
+    auto shape = detail::get_shape(in);
+    if (!shape) return shape.error();
+    auto rotation = detail::get_rotary(in, *shape);
+    if (!rotation) return rotation.error();
+    parsed_profile parsed;
+    parsed.hash = checksum(*body);
+    parsed.data.format = static_cast<number_format>(format);
+    parsed.data.residual = residual;
+    parsed.data.shared_contexts = shared_contexts;
+    parsed.data.tile_contexts = tile_contexts;
+    parsed.data.alphabet = alphabet;
+    parsed.data.precision = precision;
+    parsed.data.shape = *std::move(shape);
+    parsed.data.rotation = *std::move(rotation);
+    const auto models = in.get<std::uint32_t>();
+    if (models == 0 || models > 16) return error{error_code::corrupt, "number of models in the profile"};
+    for (std::uint32_t m = 0; m < models; ++m) {
+      auto model = detail::get_model(in, parsed.data);
+      if (!model) return model.error();
+      if (parsed.data.find_model(model->predictor) != parsed.data.models.size())
+        return error{error_code::corrupt, "two models for one predictor"};
+      parsed.data.models.push_back(*std::move(model));
+    }
+    if (in.remaining() != 0) return error{error_code::corrupt, "bytes after the last model of the profile"};
+    return parsed;
+  } catch (...) {
+    return error{error_code::out_of_memory, "profile"};
+  }
+}
+
+}  // namespace kvexact

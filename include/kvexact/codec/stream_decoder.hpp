@@ -1,0 +1,171 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <utility>
+
+#include <kvexact/bitstream/container.hpp>
+#include <kvexact/codec/chunk_coder.hpp>
+#include <kvexact/codec/profile.hpp>
+#include <kvexact/codec/stream_format.hpp>
+#include <kvexact/core/instruction_set.hpp>
+#include <kvexact/core/result.hpp>
+#include <kvexact/core/workspace.hpp>
+#include <kvexact/prediction/predictor.hpp>
+#include <kvexact/tensor/cache_shape.hpp>
+#include <kvexact/tensor/kv_cache_view.hpp>
+
+namespace kvexact {
+
+/// A stream's parts, validated but for the chunks' contents.
+struct opened_stream {
+  stream_header header;
+  detail::stream_index index;
+  std::span<const std::byte> chunks;
+};
+
+/// Opens a stream without a profile, to look at it. Errors: truncated, corrupt, checksum_mismatch, unsupported, out_of_memory.
+[[nodiscard]] inline result<opened_stream> inspect_stream(std::span<const std::byte> stream) noexcept {
+  try {
+    const auto container = container_reader::open(stream, container_kind::stream);
+    if (!container) return container.error();
+    const auto& sections = container->sections();
+    if (sections.size() != 3 || sections[0].id != detail::head_section || sections[1].id != detail::chunk_section ||
+        sections[2].id != detail::index_section || sections[1].flags != section_entry::self_checked || sections[0].flags != 0 ||
+        sections[2].flags != 0)
+      return error{error_code::corrupt, "the stream's sections are not header, chunks, index"};
+    const auto head = container->section(detail::head_section);
+    if (!head) return head.error();
+    auto header = detail::read_stream_header(*head);
+    if (!header) return header.error();
+    const auto chunks = container->section(detail::chunk_section);
+    const auto index_bytes = container->section(detail::index_section);
+    if (!index_bytes) return index_bytes.error();
+    auto index = detail::read_index(*index_bytes, header->shape, chunks->size());
+    if (!index) return index.error();
+    return opened_stream{*std::move(header), *std::move(index), *chunks};
+  } catch (...) {
+    return error{error_code::out_of_memory, "stream"};
+  }
+}
+
+/// Opens a stream and compares it with a profile. Errors: those of `inspect_stream`, dtype_mismatch, shape_mismatch, profile_mismatch,
+/// unsupported (other policies than those of `Codec`).
+template <class Codec>
+[[nodiscard]] result<opened_stream> open_stream(const profile<Codec>& parameters, std::span<const std::byte> stream) noexcept {
+  auto opened = inspect_stream(stream);
+  if (!opened) return opened.error();
+  const stream_header& header = opened->header;
+  if (header.format != Codec::format) return error{error_code::dtype_mismatch, "the stream holds another number format"};
+  if (header.predictor != Codec::predictor_type::id) return error{error_code::unsupported, "the stream was written with another predictor"};
+  if (header.residual != Codec::residual_model_type::id) return error{error_code::unsupported, "the stream was written with another residual model"};
+  if (header.coder != Codec::entropy_coder_type::id || header.lanes != Codec::entropy_coder_type::lanes ||
+      header.precision != Codec::entropy_coder_type::precision)
+    return error{error_code::unsupported, "the stream was written with another entropy coder"};
+  if (const auto fits = expect_shape(header.shape, parameters.shape()); !fits) return fits.error();
+  if (header.profile_hash != parameters.hash()) return error{error_code::profile_mismatch, "the stream was written with another profile"};
+  return opened;
+}
+
+/// Reads a stream that lies in memory. Decoding is const and needs a workspace of its own, so threads may share a decoder and decode
+/// different ranges.
+template <class Codec>
+class stream_decoder {
+ public:
+  using scalar = typename Codec::scalar;
+
+  /// The stream and the profile must outlive the decoder. Errors: those of `open_stream`.
+  [[nodiscard]] static result<stream_decoder> open(const profile<Codec>& parameters, std::span<const std::byte> stream,
+                                                   instruction_set set = best_instruction_set()) noexcept {
+    auto opened = open_stream<Codec>(parameters, stream);
+    if (!opened) return opened.error();
+    return stream_decoder(parameters, *std::move(opened), set);
+  }
+
+  [[nodiscard]] const cache_shape& shape() const noexcept { return stream_.header.shape; }
+  [[nodiscard]] std::uint64_t tokens() const noexcept { return stream_.index.tokens; }
+  [[nodiscard]] const stream_header& header() const noexcept { return stream_.header; }
+  [[nodiscard]] std::span<const chunk_record> chunks() const noexcept { return stream_.index.chunks; }
+
+  /// Bytes of workspace that `decode` needs for this stream; at most 64 MiB.
+  [[nodiscard]] std::size_t workspace_bytes() const noexcept {
+    workspace counter;
+    (void)take_buffers(counter);
+    return counter.needed();
+  }
+
+  /// Decodes the given layers and tokens into `cache`, which must hold these tokens (by position) in all of these layers.
+  /// `prediction` must cover the tokens of every chunk touched (`covering_tokens`). Each chunk is checked before any of its values is
+  /// written; on an error the chunks before the named one are in place and the rest is untouched.
+  /// Errors: out_of_range, shape_mismatch, workspace_too_small, prediction_missing, prediction_mismatch, truncated, corrupt,
+  /// checksum_mismatch, with the first layer and token of the chunk.
+  template <kv_cache Cache, class Prediction = no_prediction>
+  [[nodiscard]] result<void> decode(index_range layers, index_range tokens, const Cache& cache, std::span<std::byte> memory,
+                                    const Prediction& prediction = {}) const noexcept {
+    static_assert(std::same_as<typename Cache::value_type, scalar>, "kvexact: the cache must hold the codec's number format and be writable");
+    if (layers.begin > layers.end || layers.end > shape().layers()) return error{error_code::out_of_range, "layers outside the stream"};
+    if (tokens.begin > tokens.end || tokens.end > this->tokens()) return error{error_code::out_of_range, "tokens outside the stream"};
+    if (const auto fits = expect_shape(cache.shape(), shape()); !fits) return fits.error();
+    if (cache.tokens().begin > tokens.begin || cache.tokens().end < tokens.end)
+      return error{error_code::out_of_range, "the cache has no room for the tokens"};
+    if constexpr (!std::same_as<Prediction, no_prediction>) {
+      if (const auto fits = expect_shape(prediction.shape(), shape()); !fits) return fits.error();
+      const index_range needed = covering_tokens(tokens);
+      if (needed.size() > 0 && (prediction.tokens().begin > needed.begin || prediction.tokens().end < needed.end))
+        return error{error_code::out_of_range, "the prediction does not cover the chunks"}.at_token(static_cast<std::int64_t>(needed.begin));
+    }
+    workspace space(memory);
+    auto buffers = take_buffers(space);
+    if (!chunks().empty() && !buffers.complete(false)) return error{error_code::workspace_too_small, "see stream_decoder::workspace_bytes"};
+    const detail::chunk_coder<Codec> coder(*profile_, stream_.header.storage_scales, set_);
+    for (const chunk_record& record : chunks()) {
+      if (!touches(record.layers(), layers) || !touches(record.tokens(), tokens)) continue;
+      const auto bytes = stream_.chunks.subspan(static_cast<std::size_t>(record.offset), static_cast<std::size_t>(record.bytes));
+      if (const auto decoded = coder.decode(bytes, record, prediction, buffers); !decoded)
+        return decoded.error().at_layer(record.layer_begin).at_token(static_cast<std::int64_t>(record.token_begin));
+      coder.publish(record, layers, tokens, buffers, cache);
+    }
+    return {};
+  }
+
+  /// Everything.
+  template <kv_cache Cache, class Prediction = no_prediction>
+  [[nodiscard]] result<void> decode(const Cache& cache, std::span<std::byte> memory, const Prediction& prediction = {}) const noexcept {
+    return decode({0, shape().layers()}, {0, tokens()}, cache, memory, prediction);
+  }
+
+  /// Tokens of all chunks that hold some of `tokens`.
+  [[nodiscard]] index_range covering_tokens(index_range tokens) const noexcept {
+    index_range covered = tokens;
+    for (const chunk_record& record : chunks()) {
+      if (!touches(record.tokens(), tokens)) continue;
+      covered = {std::min(covered.begin, record.token_begin), std::max(covered.end, record.tokens().end)};
+    }
+    return covered;
+  }
+
+ private:
+  stream_decoder(const profile<Codec>& parameters, opened_stream stream, instruction_set set) noexcept
+      : profile_(&parameters), stream_(std::move(stream)), set_(set) {}
+
+  [[nodiscard]] static constexpr bool touches(index_range a, index_range b) noexcept { return a.begin < b.end && b.begin < a.end; }
+
+  [[nodiscard]] detail::chunk_buffers<typename Codec::residual_model_type> take_buffers(workspace& memory) const noexcept {
+    std::uint64_t most_values = 0;
+    std::uint64_t most_tile = 0;
+    for (const chunk_record& record : chunks()) {
+      most_values = std::max(most_values, detail::padded_values(shape(), record.layers(), record.token_count));
+      most_tile = std::max(most_tile, detail::largest_tile(shape(), record.token_count));
+    }
+    return detail::chunk_buffers<typename Codec::residual_model_type>::take(memory, static_cast<std::size_t>(most_values), static_cast<std::size_t>(most_tile), false);
+  }
+
+  const profile<Codec>* profile_;
+  opened_stream stream_;
+  instruction_set set_;
+};
+
+}  // namespace kvexact

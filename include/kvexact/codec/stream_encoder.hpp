@@ -1,0 +1,203 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include <kvexact/bitstream/container.hpp>
+#include <kvexact/codec/chunk_coder.hpp>
+#include <kvexact/codec/options.hpp>
+#include <kvexact/codec/profile.hpp>
+#include <kvexact/codec/stream_decoder.hpp>
+#include <kvexact/codec/stream_format.hpp>
+#include <kvexact/core/instruction_set.hpp>
+#include <kvexact/core/result.hpp>
+#include <kvexact/core/workspace.hpp>
+#include <kvexact/numeric/number_format.hpp>
+#include <kvexact/prediction/predictor.hpp>
+#include <kvexact/tensor/cache_shape.hpp>
+#include <kvexact/tensor/kv_cache_view.hpp>
+
+namespace kvexact {
+
+/// Everything that an encoder of `Codec` needs beside the profile.
+struct encoder_options {
+  chunk_options chunks{};
+  instruction_set set = best_instruction_set();
+};
+
+/// Writes a stream, chunk by chunk, into a sink.
+///
+///     auto encoder = stream_encoder<codec, decltype(sink)>::begin(profile, workspace, sink);
+///     encoder->append(cache, prediction);   // as often as tokens arrive
+///     encoder->finish();                    // the chunk index
+///
+/// The bytes depend on the cache, the profile, the chunk options and where `append` was called, never on the machine.
+/// The profile, the workspace and the sink must outlive the encoder.
+template <class Codec, byte_sink Sink>
+class stream_encoder {
+ public:
+  using scalar = typename Codec::scalar;
+
+  /// Bytes of workspace for any cache of this shape: at most 64 MiB, some 4 to 8 MiB for usual models.
+  [[nodiscard]] static std::size_t workspace_bytes(const cache_shape& shape, chunk_options options = {}) noexcept {
+    workspace counter;
+    (void)take_buffers(shape, options, counter);
+    return counter.needed();
+  }
+
+  /// Starts a new stream. `storage_scales`: for fp8 caches, bits of the binary32 scale of each (layer, part) in coding order (layer 0 K,
+  /// layer 0 V, layer 1 K, ...; absent V skipped), restored to the bit; empty for none. Values that are not positive, finite and
+  /// normal are kept but count as 1.
+  /// Errors: workspace_too_small, shape_mismatch (number of scales), invalid_argument (scales for a 16-bit format), output_failed,
+  /// out_of_memory.
+  [[nodiscard]] static result<stream_encoder> begin(const profile<Codec>& parameters, std::span<std::byte> memory, Sink& sink,
+                                                    std::span<const std::uint32_t> storage_scales = {}, encoder_options options = {}) noexcept {
+    if (!storage_scales.empty() && !has_storage_scale<scalar>)
+      return error{error_code::invalid_argument, "16-bit formats have no storage scales"};
+    if (!storage_scales.empty() && storage_scales.size() != count_tiles(parameters.shape()))
+      return error{error_code::shape_mismatch, "one storage scale per layer and part is needed"};
+    try {
+      stream_header header = header_for(parameters);
+      header.storage_scales.assign(storage_scales.begin(), storage_scales.end());
+      stream_encoder encoder(parameters, std::move(header), sink, container_writer(sink, container_kind::stream), options);
+      if (const auto taken = encoder.take_memory(memory); !taken) return taken.error();
+      if (const auto head = encoder.writer_.add_section(detail::head_section, detail::write_stream_header(encoder.header_)); !head)
+        return head.error();
+      if (const auto opened = encoder.writer_.open_section(detail::chunk_section); !opened) return opened.error();
+      return encoder;
+    } catch (...) {
+      return error{error_code::out_of_memory, "stream encoder"};
+    }
+  }
+
+  /// Continues a finished stream: `stream` is all of it, and what the sink receives replaces everything from `resume_offset()` on.
+  /// Errors: those of opening a stream, profile_mismatch, workspace_too_small.
+  [[nodiscard]] static result<stream_encoder> resume(const profile<Codec>& parameters, std::span<std::byte> memory, Sink& sink,
+                                                     std::span<const std::byte> stream, encoder_options options = {}) noexcept {
+    auto opened = open_stream<Codec>(parameters, stream);
+    if (!opened) return opened.error();
+    try {
+      const auto container = container_reader::open(stream, container_kind::stream);
+      if (!container) return container.error();
+      std::vector<section_entry> kept(container->sections().begin(), container->sections().begin() + 2);
+      stream_encoder encoder(parameters, std::move(opened->header), sink,
+                             container_writer(sink, container_kind::stream, std::move(kept)), options);
+      encoder.chunks_ = std::move(opened->index.chunks);
+      encoder.tokens_ = opened->index.tokens;
+      encoder.chunk_bytes_ = opened->chunks.size();
+      if (const auto taken = encoder.take_memory(memory); !taken) return taken.error();
+      return encoder;
+    } catch (...) {
+      return error{error_code::out_of_memory, "stream encoder"};
+    }
+  }
+
+  /// Offset in the stream of the next byte that the sink gets.
+  [[nodiscard]] std::uint64_t resume_offset() const noexcept { return writer_.offset(); }
+  /// Tokens in the stream so far.
+  [[nodiscard]] std::uint64_t tokens() const noexcept { return tokens_; }
+  [[nodiscard]] std::span<const chunk_record> chunks() const noexcept { return chunks_; }
+
+  /// Appends all tokens of `cache` from position `tokens()` on. `prediction` covers the same positions (bf16, same shape).
+  /// Errors: shape_mismatch, out_of_range (the cache or the prediction does not start or end where needed), output_failed,
+  /// out_of_memory. After an error the encoder is of no more use.
+  template <kv_cache Cache, class Prediction = no_prediction>
+  [[nodiscard]] result<void> append(const Cache& cache, const Prediction& prediction = {}) noexcept {
+    static_assert(std::same_as<std::remove_const_t<typename Cache::value_type>, scalar>, "kvexact: the cache must hold the codec's number format");
+    static_assert(!Codec::predictor_type::needs_prediction || !std::same_as<Prediction, no_prediction>,
+                  "kvexact: this codec's predictor needs a predicted cache as second argument of append");
+    if (const auto fits = expect_shape(cache.shape(), profile_->shape()); !fits) return fits.error();
+    const index_range tokens{tokens_, cache.tokens().end};
+    if (cache.tokens().begin > tokens_ || tokens.end < tokens.begin)
+      return error{error_code::out_of_range, "the cache does not continue the stream"}.at_token(static_cast<std::int64_t>(tokens_));
+    if constexpr (!std::same_as<Prediction, no_prediction>) {
+      if (const auto fits = expect_shape(prediction.shape(), profile_->shape()); !fits) return fits.error();
+      if (tokens.size() > 0 && (prediction.tokens().begin > tokens.begin || prediction.tokens().end < tokens.end))
+        return error{error_code::out_of_range, "the prediction does not cover the tokens"}.at_token(static_cast<std::int64_t>(tokens_));
+    }
+    const detail::chunk_coder<Codec> coder(*profile_, header_.storage_scales, options_.set);
+    result<void> status;
+    detail::for_each_chunk(profile_->shape(), options_.chunks, tokens, [&](const chunk_record& where) {
+      auto coded = coder.encode(cache, prediction, where, buffers_);
+      coded.header.record.offset = chunk_bytes_;
+      status = write_chunk(coded.header, coded.payload);
+      return static_cast<bool>(status);
+    });
+    if (status) tokens_ = tokens.end;
+    return status;
+  }
+
+  /// Writes the chunk index and the footer; the stream is complete. Errors: output_failed, out_of_memory.
+  [[nodiscard]] result<void> finish() noexcept {
+    try {
+      if (const auto index = writer_.add_section(detail::index_section, detail::write_index(tokens_, chunks_)); !index) return index.error();
+    } catch (...) {
+      return error{error_code::out_of_memory, "chunk index"};
+    }
+    return writer_.finish();
+  }
+
+ private:
+  stream_encoder(const profile<Codec>& parameters, stream_header header, Sink&, container_writer<Sink> writer, encoder_options options) noexcept
+      : profile_(&parameters), header_(std::move(header)), writer_(std::move(writer)), options_(options) {}
+
+  [[nodiscard]] static detail::chunk_buffers<typename Codec::residual_model_type> take_buffers(const cache_shape& shape, chunk_options options,
+                                                                                              workspace& memory) noexcept {
+    std::uint64_t most_values = 0;
+    std::uint64_t most_tile = 0;
+    // Bands after the first are never larger than a band that starts at a multiple of the chunk size.
+    detail::for_each_chunk(shape, options, {0, std::uint64_t{1} << 22}, [&](const chunk_record& record) {
+      most_values = std::max(most_values, detail::padded_values(shape, record.layers(), record.token_count));
+      most_tile = detail::largest_tile(shape, record.token_count);
+      return record.layers().end < shape.layers();
+    });
+    // Short bands take more layers into a chunk.
+    most_values = std::max<std::uint64_t>(most_values, std::min<std::uint64_t>(options.values_per_chunk, max_chunk_values));
+    return detail::chunk_buffers<typename Codec::residual_model_type>::take(memory, static_cast<std::size_t>(most_values), static_cast<std::size_t>(most_tile), true);
+  }
+  [[nodiscard]] result<void> take_memory(std::span<std::byte> memory) noexcept {
+    workspace space(memory);
+    buffers_ = take_buffers(profile_->shape(), options_.chunks, space);
+    if (!buffers_.complete(true)) return error{error_code::workspace_too_small, "see stream_encoder::workspace_bytes"};
+    return {};
+  }
+  [[nodiscard]] static stream_header header_for(const profile<Codec>& parameters) {
+    stream_header header;
+    header.format = Codec::format;
+    header.predictor = Codec::predictor_type::id;
+    header.residual = Codec::residual_model_type::id;
+    header.coder = Codec::entropy_coder_type::id;
+    header.lanes = Codec::entropy_coder_type::lanes;
+    header.precision = Codec::entropy_coder_type::precision;
+    header.profile_hash = parameters.hash();
+    header.shape = parameters.shape();
+    return header;
+  }
+  [[nodiscard]] result<void> write_chunk(const chunk_header& header, std::span<const std::byte> payload) noexcept {
+    try {
+      chunks_.push_back(header.record);
+    } catch (...) {
+      return error{error_code::out_of_memory, "chunk index"};
+    }
+    chunk_bytes_ += header.record.bytes;
+    if (const auto written = writer_.append(detail::write_chunk_header(header, payload)); !written) return written.error();
+    return writer_.append(payload);
+  }
+
+  const profile<Codec>* profile_;
+  stream_header header_;
+  container_writer<Sink> writer_;
+  encoder_options options_;
+  detail::chunk_buffers<typename Codec::residual_model_type> buffers_;
+  std::vector<chunk_record> chunks_;
+  std::uint64_t tokens_ = 0;
+  std::uint64_t chunk_bytes_ = 0;
+};
+
+}  // namespace kvexact
