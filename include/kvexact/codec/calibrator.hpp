@@ -24,7 +24,7 @@
 #include <kvexact/prediction/channel_mean.hpp>
 #include <kvexact/prediction/predictor.hpp>
 #include <kvexact/residual/residual_model.hpp>
-#include <kvexact/residual/table_builder.hpp>
+#include <kvexact/residual/table_clusters.hpp>
 #include <kvexact/tensor/cache_shape.hpp>
 #include <kvexact/tensor/kv_cache_view.hpp>
 #include <kvexact/tensor/rotary.hpp>
@@ -155,14 +155,8 @@ class calibrator {
  private:
   static constexpr bool has_fallback = !std::same_as<typename Codec::predictor_type, channel_mean>;
   static constexpr std::uint64_t tokens_at_once = 256;
-  static constexpr int own_contexts = residual::contexts - residual::shared_contexts;
+  static constexpr std::size_t own_contexts = residual::contexts - residual::shared_contexts;
   static constexpr std::size_t alphabet = static_cast<std::size_t>(residual::alphabet);
-  /// Contexts seen less often than this share a table.
-  static constexpr std::uint64_t enough_own = 1024;
-  static constexpr std::uint64_t enough_shared = 128;
-  /// Worth of the published mixture, in counts, beside what was counted.
-  static constexpr double prior_strength = 16;
-
   enum class pass { means = 0, spreads = 1, counts = 2 };
 
   struct running_average {
@@ -186,8 +180,7 @@ class calibrator {
   struct model {
     model_parameters parameters;
     std::vector<running_average> squares;  // of residuals, per channel
-    std::vector<std::array<std::uint64_t, alphabet>> shared_counts;
-    std::vector<std::array<std::uint64_t, alphabet>> own_counts;  // tile by tile
+    std::vector<context_counts<residual>> contexts;  // the shared ones, then the others tile by tile
     std::uint64_t values = 0;
     std::uint64_t raw_bits = 0;
   };
@@ -199,8 +192,11 @@ class calibrator {
     for (model& m : models_) {
       m.parameters.sigmas.resize(channels);
       m.squares.resize(channels);
-      m.shared_counts.resize(residual::shared_contexts);
-      m.own_counts.resize(tiles_ * own_contexts);
+      m.contexts.resize(residual::shared_contexts + tiles_ * own_contexts);
+      for (std::size_t i = 0; i < m.contexts.size(); ++i) {
+        const std::size_t own = i < residual::shared_contexts ? i : residual::shared_contexts + (i - residual::shared_contexts) % own_contexts;
+        m.contexts[i].context = static_cast<std::int32_t>(own);
+      }
     }
     models_[0].parameters.predictor = Codec::predictor_type::id;
     models_.back().parameters.predictor = channel_mean::id;
@@ -274,93 +270,27 @@ class calibrator {
         m.values += n;
         for (std::size_t i = 0; i < n; ++i) {
           const auto context = static_cast<std::size_t>(row.context[i]);
-          auto& counts = context < residual::shared_contexts ? m.shared_counts[context]
-                                                             : m.own_counts[tile * own_contexts + context - residual::shared_contexts];
-          ++counts[symbols[i]];
+          ++m.contexts[context + (context < residual::shared_contexts ? 0 : tile * own_contexts)].counts[symbols[i]];
         }
       }
     }
   }
 
-  /// Contexts that were seen often get tables of their own; the others share their group's table, made from all counts of the group. A
-  /// group of which nothing was seen takes the table of the nearest one that was; where nothing at all was seen, the prior serves.
   [[nodiscard]] result<void> build_tables(model& m) {
-    double code_bits = static_cast<double>(m.raw_bits);
-    using counts_type = std::array<std::uint64_t, alphabet>;
-    const auto add_table = [&](const counts_type& counts, int context) -> result<std::int32_t> {
-      const auto prior = integrate_density<residual>(context, density::mixture());
-      const auto table = blend_counts(counts, prior, prior_strength, Codec::entropy_coder_type::precision);
-      if (!table) return table.error();
-      m.parameters.tables.push_back(*table);
-      return static_cast<std::int32_t>(m.parameters.tables.size() - 1);
-    };
-    const auto build = [&](std::span<const counts_type> counts, int first_context, std::uint64_t enough,
-                           std::vector<std::uint16_t>& map) -> result<void> {
-      constexpr std::int32_t none = -1;
-      const std::size_t group_size = static_cast<std::size_t>(residual::group_size(first_context));
-      const std::size_t groups = counts.size() / group_size;
-      std::vector<std::int32_t> group_table(groups, none);
-      std::vector<std::int32_t> own(counts.size(), none);
-      for (std::size_t g = 0; g < groups; ++g) {
-        counts_type all{};
-        std::uint64_t seen = 0;
-        for (std::size_t i = g * group_size; i < (g + 1) * group_size; ++i) {
-          std::uint64_t sum = 0;
-          for (std::size_t s = 0; s < alphabet; ++s) {
-            all[s] += counts[i][s];
-            sum += counts[i][s];
-          }
-          seen += sum;
-          if (sum >= enough) {
-            const auto table = add_table(counts[i], first_context + static_cast<int>(i));
-            if (!table) return table.error();
-            own[i] = *table;
-          }
-        }
-        if (seen == 0) continue;
-        const auto table = add_table(all, first_context + static_cast<int>(g * group_size + group_size / 2));
-        if (!table) return table.error();
-        group_table[g] = *table;
-      }
-      if (std::all_of(group_table.begin(), group_table.end(), [](std::int32_t table) { return table == none; })) {
-        const auto table = add_table({}, first_context + static_cast<int>(counts.size() / 2));
-        if (!table) return table.error();
-        group_table[groups / 2] = *table;
-      }
-      for (std::size_t i = 0; i < counts.size(); ++i) {
-        if (own[i] == none) {
-          const std::size_t g = i / group_size;
-          std::size_t away = 0;
-          const auto found = [&](std::size_t at) { return at < groups && group_table[at] != none; };
-          while (!found(g - away) && !found(g + away)) ++away;
-          own[i] = group_table[found(g - away) ? g - away : g + away];
-        }
-        map.push_back(static_cast<std::uint16_t>(own[i]));
-      }
-      return {};
-    };
-    if (const auto built = build(m.shared_counts, 0, enough_shared, m.parameters.shared_tables); !built) return built.error();
-    for (std::size_t tile = 0; tile < tiles_; ++tile) {
-      const auto counts = std::span(m.own_counts).subspan(tile * own_contexts, own_contexts);
-      if (const auto built = build(counts, residual::shared_contexts, enough_own, m.parameters.tile_tables); !built) return built.error();
-      if (m.parameters.tables.size() > 65536) return error{error_code::unsupported, "more than 65536 frequency tables"};
+    auto clusters = cluster_contexts<residual>(m.contexts, Codec::entropy_coder_type::precision);
+    if (!clusters) return clusters.error();
+    double bits = static_cast<double>(m.raw_bits);
+    std::vector<std::array<float, alphabet>> symbol_bits;
+    for (const frequency_table& table : clusters->tables) symbol_bits.push_back(detail::symbol_bits<residual>(table));
+    for (std::size_t i = 0; i < m.contexts.size(); ++i) {
+      for (std::size_t s = 0; s < alphabet; ++s)
+        bits += static_cast<double>(m.contexts[i].counts[s]) * static_cast<double>(symbol_bits[clusters->table_of[i]][s]);
     }
-    const auto add_cost = [&](std::span<const std::array<std::uint64_t, alphabet>> counts, std::span<const std::uint16_t> map) {
-      for (std::size_t i = 0; i < counts.size(); ++i) {
-        const frequency_table& table = m.parameters.tables[map[i]];
-        for (std::size_t s = 0; s < alphabet; ++s) {
-          if (counts[i][s] == 0) continue;
-          // Symbols without a frequency are escaped.
-          const auto symbol = table.frequency(static_cast<int>(s)) > 0 ? s : alphabet - 1;
-          const double frequency = std::max<double>(table.frequency(static_cast<int>(symbol)), 0.5);
-          const double escape = symbol == s ? 0 : scalar::bit_count;
-          code_bits += static_cast<double>(counts[i][s]) * (table.precision() - std::log2(frequency) + escape);
-        }
-      }
-    };
-    add_cost(m.shared_counts, m.parameters.shared_tables);
-    add_cost(m.own_counts, m.parameters.tile_tables);
-    m.parameters.bits_per_value_q8 = static_cast<std::uint32_t>(std::lrint(256 * code_bits / static_cast<double>(std::max<std::uint64_t>(m.values, 1))));
+    m.parameters.bits_per_value_q8 = static_cast<std::uint32_t>(std::lrint(256 * bits / static_cast<double>(std::max<std::uint64_t>(m.values, 1))));
+    const auto shared_end = clusters->table_of.begin() + residual::shared_contexts;
+    m.parameters.shared_tables.assign(clusters->table_of.begin(), shared_end);
+    m.parameters.tile_tables.assign(shared_end, clusters->table_of.end());
+    m.parameters.tables = std::move(clusters->tables);
     return {};
   }
 

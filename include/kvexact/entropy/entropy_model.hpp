@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <bit>
 #include <concepts>
 #include <cstddef>
 #include <cstdint>
@@ -9,7 +8,6 @@
 #include <new>
 #include <span>
 #include <type_traits>
-#include <utility>
 
 #include <kvexact/core/config.hpp>
 #include <kvexact/core/result.hpp>
@@ -17,33 +15,10 @@
 
 namespace kvexact {
 
-/// What an encoder needs to know of a symbol in one context. 16 bytes, so that a row of them can be gathered.
-///
-/// Dividing a 32-bit x by `frequency` without a division: with s = ceil(log2 f), either the rounded-up or the rounded-down
-/// reciprocal of f at 31 + s fractional bits is exact for all x (their errors sum to f, so one is at most 2^(s-1)); the
-/// rounded-down one multiplies x + 1. Both are (x * reciprocal + addend) >> shift in 64 bits.
+/// The range of a symbol in one context, for encoding. (Reciprocals that spare the division measure no faster: lanes hide it.)
 struct encode_entry {
-  std::uint32_t reciprocal = 0;
-  std::uint32_t addend = 0;     ///< 0 or `reciprocal`
-  std::uint32_t frequency = 0;  ///< 0: the symbol cannot be coded
-  std::uint16_t start = 0;      ///< sum of the frequencies below
-  std::uint16_t shift = 0;
-
-  [[nodiscard]] static constexpr encode_entry make(std::uint32_t start, std::uint32_t frequency) noexcept {
-    if (frequency == 0) return {};
-    const auto s = static_cast<unsigned>(std::bit_width(frequency - 1));
-    const std::uint64_t power = std::uint64_t{1} << (31 + s);
-    const std::uint64_t floor = power / frequency;
-    const std::uint64_t rest = power % frequency;
-    const bool round_down = rest != 0 && frequency - rest > (std::uint64_t{1} << s) / 2;
-    const auto reciprocal = static_cast<std::uint32_t>(rest == 0 || round_down ? floor : floor + 1);
-    return {reciprocal, round_down ? reciprocal : 0U, frequency, static_cast<std::uint16_t>(start), static_cast<std::uint16_t>(31 + s)};
-  }
-
-  /// floor(x / frequency); 0 where the frequency is 0.
-  [[nodiscard]] constexpr std::uint32_t divide(std::uint32_t x) const noexcept {
-    return static_cast<std::uint32_t>((std::uint64_t{x} * reciprocal + addend) >> shift);
-  }
+  std::uint32_t frequency = 0;  ///< 0 to 2^precision; 0: the symbol cannot be coded
+  std::uint32_t start = 0;      ///< sum of the frequencies below
 };
 
 /// One of the 2^Precision decoding slots of a table: the symbol whose range covers the slot, its frequency and the distance of the
@@ -96,7 +71,7 @@ class table_set {
   static constexpr std::size_t max_tables = 65536;
   using slot_type = decode_slot<Precision>;
 
-  /// Bytes that a set of `tables` tables takes: 4 KiB a table to encode and slots of 4 or 8 bytes to decode (16 KiB at 12 bits).
+  /// Bytes that a set of `tables` tables takes: 2 KiB a table to encode and slots of 4 or 8 bytes to decode (16 KiB at 12 bits).
   [[nodiscard]] static constexpr std::uint64_t memory_bytes(std::uint64_t tables, build_for use) noexcept {
     const std::uint64_t encode = wants(use, build_for::encode) ? 256 * sizeof(encode_entry) : 0;
     const std::uint64_t decode = wants(use, build_for::decode) ? (std::uint64_t{1} << Precision) * sizeof(slot_type) : 0;
@@ -116,7 +91,7 @@ class table_set {
       if (!set.entries_) return error{error_code::out_of_memory, "encoding tables"};
       encode_entry* out = set.entries_.get();
       for (const frequency_table& table : tables) {
-        for (int s = 0; s < table.symbol_count(); ++s) out[s] = encode_entry::make(table.start(s), table.frequency(s));
+        for (int s = 0; s < table.symbol_count(); ++s) out[s] = {table.frequency(s), table.start(s)};
         out += 256;
       }
     }

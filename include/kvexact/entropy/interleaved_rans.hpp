@@ -72,16 +72,17 @@ struct interleaved_rans {
     void put_carefully(const encode_entry* entries, const std::uint16_t* contexts, const std::uint8_t* symbols, int n) noexcept {
       for (int i = n; i-- > 0;) {
         const encode_entry e = entries[(std::size_t{contexts[i]} << 8) + symbols[i]];
-        std::uint32_t x = states_.lane(i);
         codable_ = codable_ && e.frequency != 0;
+        if (!codable_) return;
+        std::uint32_t x = states_.lane(i);
         if ((x >> (32 - Precision)) >= e.frequency) {
           full_ = full_ || write_ - begin_ < 2;
-          if (full_ || !codable_) return;
+          if (full_) return;
           write_ -= 2;
           store_little_endian(write_, static_cast<std::uint16_t>(x));
           x >>= 16;
         }
-        states_.set_lane(i, x + e.start + e.divide(x) * ((std::uint32_t{1} << Precision) - e.frequency));
+        states_.set_lane(i, x + e.start + x / e.frequency * ((std::uint32_t{1} << Precision) - e.frequency));
       }
     }
 

@@ -55,39 +55,47 @@ class scalar_lanes {
     constexpr std::uint32_t mask = (std::uint32_t{1} << P) - 1;
     // Copies on the stack: stores to `symbols` could otherwise alias everything and keep the loops scalar.
     std::array<std::uint32_t, size> x = state_;
-    std::array<decode_slot<P>, size> e;
-    for (std::size_t i = 0; i < size; ++i) e[i] = slots[(std::size_t{contexts[i]} << P) + (x[i] & mask)];
-    for (std::size_t i = 0; i < size; ++i) x[i] = e[i].frequency() * (x[i] >> P) + e[i].offset();
-    for (std::size_t i = 0; i < size; ++i) symbols[i] = e[i].symbol();
+    std::array<typename decode_slot<P>::bits_type, size> e;
+    // 32 bits hold every index (16 of context, at most 16 of precision) and gather better than 64.
+    for (std::size_t i = 0; i < size; ++i) e[i] = slots[(std::uint32_t{contexts[i]} << P) + (x[i] & mask)].bits;
+    for (std::size_t i = 0; i < size; ++i) x[i] = decode_slot<P>{e[i]}.frequency() * (x[i] >> P) + decode_slot<P>{e[i]}.offset();
+    for (std::size_t i = 0; i < size; ++i) symbols[i] = decode_slot<P>{e[i]}.symbol();
     state_ = x;
   }
 
   KVEXACT_ALWAYS_INLINE int refill(const std::byte* words) noexcept {
-    const std::byte* next = words;
+    // Each lane loads the word that it would take; only the count is serial, and masks keep compilers from branching.
+    std::array<std::uint32_t, size> word;
+    std::size_t used = 0;
+    for (std::size_t i = 0; i < size; ++i) {
+      word[i] = load_little_endian<std::uint16_t>(words + 2 * used);
+      used += state_[i] < 0x10000U ? 1U : 0U;
+    }
     for (std::size_t i = 0; i < size; ++i) {
       const std::uint32_t x = state_[i];
-      const std::uint32_t needs = x < 0x10000U ? 1U : 0U;
-      state_[i] = (x << (16 * needs)) | (load_little_endian<std::uint16_t>(next) & (0U - needs));
-      next += 2 * needs;
+      const std::uint32_t needs = 0U - static_cast<std::uint32_t>((x >> 16) == 0);
+      state_[i] = (x & ~needs) | (((x << 16) | word[i]) & needs);
     }
-    return static_cast<int>((next - words) / 2);
+    return static_cast<int>(used);
   }
 
   template <int P>
   KVEXACT_ALWAYS_INLINE std::byte* retreat(const encode_entry* entries, const std::uint16_t* contexts, const std::uint8_t* symbols,
                                            std::byte* end, bool& codable) noexcept {
-    std::uint32_t zeros = 0;
+    constexpr std::uint32_t total = std::uint32_t{1} << P;
+    std::uint32_t absent = 0;
     for (std::size_t i = size; i-- > 0;) {
-      const encode_entry e = entries[(std::size_t{contexts[i]} << 8) + symbols[i]];
+      const encode_entry e = entries[(std::uint32_t{contexts[i]} << 8) + symbols[i]];
       std::uint32_t x = state_[i];
       const std::uint32_t spills = (x >> (32 - P)) >= e.frequency ? 1U : 0U;
       store_little_endian(end - 2, static_cast<std::uint16_t>(x));
       end -= 2 * spills;
       x >>= 16 * spills;
-      state_[i] = x + e.start + e.divide(x) * ((std::uint32_t{1} << P) - e.frequency);
-      zeros |= e.frequency == 0 ? 1U : 0U;
+      const std::uint32_t zero = (e.frequency - 1) >> 31;  // 1 for frequency 0, which no branch may find out
+      absent |= zero;
+      state_[i] = x + e.start + x / (e.frequency + zero) * (total - e.frequency);
     }
-    codable = codable && zeros == 0;
+    codable = codable && absent == 0;
     return end;
   }
 

@@ -32,7 +32,6 @@ concept residual_model = requires(typename R::row& row, const typename R::row& r
   { R::escape_symbol } -> std::convertible_to<int>;     // the highest symbol
   { R::shared_contexts } -> std::convertible_to<int>;   // contexts 0 .. shared-1 have one table for all layers
   { R::contexts } -> std::convertible_to<int>;          // the rest have one per (layer, part)
-  { R::group_size(n) } -> std::convertible_to<int>;     // contexts of similar spread are numbered in groups of this size
   { R::prepare(means, sigmas, row) } noexcept;
   { R::to_symbols(known, ready, symbols, n) } noexcept;
   { R::put_raw(known, ready, decoded, writer, n) } noexcept;

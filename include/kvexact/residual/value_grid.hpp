@@ -46,9 +46,6 @@ struct value_grid {
   static constexpr int shared_contexts = value_classes * places * offsets;
   static constexpr int contexts = shared_contexts + linear_classes * distances;
 
-  /// Contexts of a spread class follow each other in groups of this size.
-  [[nodiscard]] static constexpr int group_size(int context) noexcept { return context < shared_contexts ? places * offsets : distances; }
-
   /// State of one row between `prepare` and `encode` or `decode`.
   struct row {
     alignas(64) std::array<std::int32_t, row_lanes> context;
@@ -66,8 +63,8 @@ struct value_grid {
       const auto lane = static_cast<std::size_t>(i);
       const std::uint32_t bits = means[i];
       std::uint32_t magnitude = bits & 0x7fffffffU;
-      magnitude = magnitude >= 0x7f800000U ? 0U : magnitude;  // NaN and infinity say nothing about the value
-      out.sign[lane] = magnitude != 0 ? (bits >> 31) << (Format::bit_count - 1) : 0U;
+      magnitude &= magnitude < 0x7f800000U ? ~0U : 0U;  // NaN and infinity say nothing about the value
+      out.sign[lane] = ((bits >> 31) << (Format::bit_count - 1)) & (magnitude != 0 ? ~0U : 0U);
       magnitude = std::min(magnitude, largest_mean);
       const std::int32_t sigma = std::clamp(sigmas[i], min_sigma, max_sigma);
       const std::int32_t step = std::max((sigma >> 8) - step_log2, smallest_step);
@@ -95,8 +92,8 @@ struct value_grid {
       const std::int32_t place = place_class(static_cast<std::int32_t>(kept) & ((1 << mantissa_bits) - 1));
 
       out.step[lane] = step;
-      out.cell[lane] = linear ? linear_cell : coarse_cell(code, step);
-      out.context[lane] = linear ? shared_contexts + linear_class * distances + distance : (value_class * places + place) * offsets + offset;
+      out.cell[lane] = select(linear, linear_cell, coarse_cell(code, step));
+      out.context[lane] = select(linear, shared_contexts + linear_class * distances + distance, (value_class * places + place) * offsets + offset);
     }
   }
 
@@ -107,7 +104,7 @@ struct value_grid {
       const std::int32_t cell = split(bits, in.step[lane]).cell;
       const std::int32_t signed_cell = (bits & Format::sign_mask) != 0 ? -1 - cell : cell;
       const std::int32_t symbol = signed_cell - in.cell[lane] + zero_symbol;
-      symbols[i] = static_cast<std::uint8_t>(symbol < 0 || symbol >= escape_symbol ? escape_symbol : symbol);
+      symbols[i] = static_cast<std::uint8_t>(select(static_cast<std::uint32_t>(symbol) >= static_cast<std::uint32_t>(escape_symbol), escape_symbol, symbol));
     }
   }
 
@@ -119,10 +116,10 @@ struct value_grid {
     for (int i = 0; i < n; ++i) {
       const auto lane = static_cast<std::size_t>(i);
       const auto [cell, shift, rest] = split(values[i], in.step[lane]);
-      const bool apart = symbols[i] == escape_symbol || cell == 0;
+      const bool apart = (symbols[i] == escape_symbol) | (cell == 0);
       is_special[lane] = apart ? 1U : 0U;
-      raw_count[lane] = apart ? 0 : shift;
-      raw[lane] = apart ? 0U : rest;
+      raw_count[lane] = select(apart, 0, shift);
+      raw[lane] = rest & (apart ? 0U : ~0U);
     }
     std::uint32_t any = 0;
     for (int i = 0; i < n; ++i) {
@@ -155,12 +152,12 @@ struct value_grid {
       const std::uint32_t sign = (static_cast<std::uint32_t>(signed_cell) >> 31) << (Format::bit_count - 1);
       const bool linear = cell < first_coarse_cell;
       const std::int32_t octave = octave_of(cell);
-      const std::int32_t count = linear ? std::min(mantissa_bits - octave, step - smallest_step) : 0;
+      const std::int32_t count = select(linear, std::min(mantissa_bits - octave, step - smallest_step), 0);
       const std::int32_t binades_up = std::max(step + octave - Format::min_exponent, 0);
-      const std::int32_t code = linear ? (cell << count) + (binades_up << mantissa_bits) : cell - coarse_cell(0, step);
-      const bool apart = symbols[i] == escape_symbol || cell == 0;
+      const std::int32_t code = select(linear, (cell << count) + (binades_up << mantissa_bits), cell - coarse_cell(0, step));
+      const bool apart = (symbols[i] == escape_symbol) | (cell == 0);
       is_special[lane] = apart ? 1U : 0U;
-      raw_count[lane] = apart ? 0 : count;
+      raw_count[lane] = select(apart, 0, count);
       base[lane] = (static_cast<std::uint32_t>(code) & Format::magnitude_mask) | (sign ^ in.sign[lane]);
     }
     reader.template get_row<row_lanes>(raw_count.data(), raw.data());
@@ -231,6 +228,11 @@ struct value_grid {
   /// Bits of the largest finite value as binary32: larger means act like it.
   static constexpr std::uint32_t largest_mean = std::bit_cast<std::uint32_t>(Format::from_bits(Format::max_finite).to_float());
 
+  /// `first` if `condition`, without a branch: what feeds the arms may not be moved into them, or the loops would stay scalar.
+  [[nodiscard]] KVEXACT_ALWAYS_INLINE static constexpr std::int32_t select(bool condition, std::int32_t first, std::int32_t second) noexcept {
+    return second ^ ((first ^ second) & -static_cast<std::int32_t>(condition));
+  }
+
   /// Cell of a magnitude, the number of raw bits that finish it, and these bits.
   struct split_value {
     std::int32_t cell;
@@ -243,7 +245,7 @@ struct value_grid {
     const std::int32_t ulp = std::max(biased, 1) - 1 + smallest_step;
     const std::int32_t significand = (code & ((1 << mantissa_bits) - 1)) | (biased > 0 ? 1 << mantissa_bits : 0);
     const std::int32_t shift = std::clamp(step - ulp, 0, 31);
-    return {ulp <= step ? significand >> shift : coarse_cell(code, step), shift, static_cast<std::uint32_t>(significand) & ((1U << shift) - 1U)};
+    return {select(ulp <= step, significand >> shift, coarse_cell(code, step)), shift, static_cast<std::uint32_t>(significand) & ((1U << shift) - 1U)};
   }
 
   /// Cell of a magnitude code whose ulp exceeds 2^step.
@@ -272,7 +274,7 @@ struct value_grid {
       const std::int32_t below = mantissa + 1;
       const std::int32_t from_top = 4 - std::min(octave_of(up), 4);
       const std::int32_t from_bottom = 3 - std::min(octave_of(below), 3);
-      return from_top > 0 ? from_top : (from_bottom > 0 ? 4 + from_bottom : 0);
+      return select(from_top > 0, from_top, select(from_bottom > 0, 4 + from_bottom, 0));
     }
   }
 
