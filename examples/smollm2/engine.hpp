@@ -1,0 +1,160 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include <common/outcome.hpp>
+#include <common/safetensors.hpp>
+#include <kvexact/numeric/bf16.hpp>
+
+#include "instruction_set.hpp"
+#include "kernels.hpp"
+#include "lanes.hpp"
+#include "rotary.hpp"
+#include "workers.hpp"
+
+namespace kvexact::examples {
+
+/// A small reference engine for models of the Llama architecture (SmolLM2-135M). It is here to make real KV caches and predictions of
+/// them, and to show what the codec expects of an engine; it is not meant to compete with one.
+///
+/// Exactness: every output is one fixed sequence of IEEE operations. It does not depend on how many rows (tokens) a call computes, on
+/// the number of threads, on the instruction set or on the C library, so a row computed alone and in a block has equal bits
+/// (as long as all values are finite).
+
+/// How the linear layers of the blocks are computed. Embedding, output and everything between the linear layers is the same for all:
+/// values travel as bf16, sums are float.
+enum class precision : std::uint8_t {
+  bf16,  ///< bf16 weights and activations: the target
+  fp8,   ///< e4m3 weights, one scale per block of 128 x 128 (amax / 448); e4m3 activations, one scale per 64
+  int8,  ///< int8 weights and activations, one scale per 64 (amax / 127)
+};
+
+struct engine_options {
+  examples::precision precision = precision::bf16;
+  /// int8 only: rotate every 64 input channels by an orthonormal Hadamard matrix first, which spreads outlier channels.
+  bool rotated = true;
+  /// Threads, the caller included; 0 for as many as the machine has cores.
+  unsigned threads = 0;
+  instruction_set isa = detect_instruction_set();
+};
+
+/// Sizes of a model. `width` and `hidden` are multiples of 64, `head_dim` and `vocabulary` of 16; heads = a multiple of kv_heads,
+/// at most 16 times as many; width = heads * head_dim.
+struct model_shape {
+  std::size_t layers = 0, heads = 0, kv_heads = 0, head_dim = 0, width = 0, hidden = 0, vocabulary = 0;
+  float rope_base = 0, norm_epsilon = 0;
+
+  [[nodiscard]] std::size_t kv_width() const noexcept { return kv_heads * head_dim; }
+};
+
+/// What a layer computes for its cache from rows of hidden states: float sums before any rounding, keys not rotated; [rows, kv_width].
+struct key_value_sums {
+  std::vector<float> keys, values;
+};
+
+/// Keys (rotated) and values of every layer, as bf16, for positions 0 to capacity - 1. It holds no length: a call names its positions.
+class kv_cache {
+ public:
+  [[nodiscard]] std::size_t capacity() const noexcept { return capacity_; }
+  [[nodiscard]] const rotary_table& rotary() const noexcept { return rotary_; }
+
+  /// The first `tokens` rows of a layer, [tokens, kv_heads, head_dim].
+  [[nodiscard]] std::span<const bf16> keys(std::size_t layer, std::size_t tokens) const noexcept {
+    return {layers_[layer].keys.data(), tokens * kv_width_};
+  }
+  [[nodiscard]] std::span<const bf16> values(std::size_t layer, std::size_t tokens) const noexcept {
+    return {layers_[layer].values.data(), tokens * kv_width_};
+  }
+
+  /// Stores rows of a layer (any: computed, decoded, approximate) from position `first` on; keys rotated. [rows, kv_heads, head_dim].
+  void write(std::size_t layer, std::size_t first, std::span<const bf16> keys, std::span<const bf16> values) noexcept;
+
+  /// Rounds what `engine::keys_values` gave to bf16, rotates the keys, rounds again, and stores them.
+  void write(std::size_t layer, std::size_t first, const key_value_sums& sums) noexcept;
+
+ private:
+  friend class engine;
+  struct layer_rows {
+    lanes::buffer<bf16> keys, values;  // [capacity, kv_width]
+    lanes::buffer<float> key_tiles;    // [kv_heads][ceil(capacity / 16)][head_dim][16]
+  };
+
+  kv_cache(const model_shape& shape, std::size_t capacity, std::size_t workers);
+
+  std::size_t capacity_, kv_heads_, head_dim_, kv_width_, tiles_;
+  rotary_table rotary_;
+  std::vector<layer_rows> layers_;
+  std::vector<lanes::buffer<float>> scores_;  // one per worker, [tiles * 16][16]
+};
+
+/// One call at a time: the engine spreads a call over its own threads and reuses their scratch memory.
+class engine {
+ public:
+  /// Reads a model.safetensors as the conversion script writes it (GGUF names, bf16, hyperparameters in the metadata).
+  [[nodiscard]] static outcome<engine> load(const std::string& path, const engine_options& options = {}) noexcept;
+
+  [[nodiscard]] const model_shape& shape() const noexcept { return shape_; }
+
+  /// An empty cache for positions 0 to capacity - 1.
+  [[nodiscard]] outcome<kv_cache> make_cache(std::size_t capacity) const noexcept;
+
+  /// Hidden states of token ids, [ids, width]. Fails on an id outside the vocabulary.
+  [[nodiscard]] outcome<std::vector<bf16>> embed(std::span<const std::uint32_t> ids) const noexcept;
+
+  /// First half of a layer: keys and values from the layer's input, [rows, width].
+  void keys_values(std::size_t layer, std::span<const bf16> hidden, key_value_sums& sums) noexcept;
+
+  /// Second half of a layer: attention of rows at positions first, first + 1, ... over whatever the cache holds for the positions up to
+  /// each row's own, then the feed-forward part. `hidden` [rows, width] is the layer's input and becomes its output.
+  void rest(std::size_t layer, std::span<bf16> hidden, std::size_t first, kv_cache& cache) noexcept;
+
+  /// All layers for tokens at positions first, first + 1, ...: fills the cache and returns the hidden states after the last layer.
+  /// Fails on an id outside the vocabulary or a position outside the cache.
+  [[nodiscard]] outcome<std::vector<bf16>> forward(std::span<const std::uint32_t> ids, std::size_t first, kv_cache& cache) noexcept;
+
+  /// Logits [rows, vocabulary] of hidden states after the last layer, as float sums.
+  void logits(std::span<const bf16> hidden, std::span<float> out) noexcept;
+
+ private:
+  struct matrix {
+    std::size_t outputs = 0, inputs = 0;
+    lanes::buffer<std::uint16_t> panels;  // [outputs / 16][inputs][16]
+    lanes::buffer<float> scales;          // [outputs / 16][inputs / 64][16], empty for bf16
+  };
+  struct layer_weights {
+    std::vector<float> attention_norm, feed_forward_norm;
+    matrix query, key, value, output, gate, up, down;
+  };
+  struct scratch {  // of one worker, for a block of rows
+    lanes::buffer<float> tiles, scales, a, b, attended;
+    lanes::buffer<std::uint16_t> queries;
+  };
+
+  engine(const model_shape& shape, const engine_options& options);
+  status read(const safetensors_file& file, precision weights, bool rotated);
+  matrix pack(std::span<const bf16> weights, std::size_t outputs, kernels::quantisation kind);
+  void load_hidden(scratch& s, const bf16* hidden, std::size_t rows, const std::vector<float>& gain) const noexcept;
+  void load_rows(scratch& s, const float* values, std::size_t rows, std::size_t inputs) const noexcept;
+  void quantise(scratch& s, std::size_t rows, std::size_t inputs) const noexcept;
+  void multiply(const scratch& s, const matrix& weights, std::size_t rows, float* out) const noexcept;
+  void attend(scratch& s, std::size_t layer, std::size_t first, std::size_t rows, kv_cache& cache, std::size_t worker) const noexcept;
+  template <class Body>
+  void for_blocks(std::size_t rows, Body&& body);
+
+  model_shape shape_;
+  instruction_set isa_;
+  kernels::quantisation activations_ = kernels::quantisation::none;
+  std::unique_ptr<workers> workers_;
+  std::vector<scratch> scratch_;
+  std::vector<layer_weights> layers_;
+  std::vector<float> output_norm_;
+  matrix embedding_;
+};
+
+}  // namespace kvexact::examples
