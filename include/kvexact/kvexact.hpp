@@ -40,6 +40,7 @@
 #include <kvexact/prediction/predictor.hpp>
 #include <kvexact/residual/residual_model.hpp>
 #include <kvexact/residual/table_builder.hpp>
+#include <kvexact/residual/table_clusters.hpp>
 #include <kvexact/residual/value_grid.hpp>
 #include <kvexact/tensor/cache_shape.hpp>
 #include <kvexact/tensor/kv_cache_view.hpp>

@@ -1,9 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <memory>
+#include <new>
 #include <span>
 #include <type_traits>
 
@@ -23,8 +26,10 @@ class workspace {
     requires std::is_trivially_default_constructible_v<T> && std::is_trivially_destructible_v<T>
   [[nodiscard]] std::span<T> take(std::size_t count) noexcept {
     static_assert(alignof(T) <= alignment);
-    const std::size_t bytes = (count * sizeof(T) + alignment - 1) / alignment * alignment;
-    needed_ += bytes;
+    // Sizes that no memory has count as `most`, so that nothing overflows.
+    constexpr std::size_t most = std::numeric_limits<std::size_t>::max() / 4 / alignment * alignment;
+    const std::size_t bytes = count > most / sizeof(T) ? most : (count * sizeof(T) + alignment - 1) / alignment * alignment;
+    needed_ = std::min(needed_ + bytes, most);
     void* at = memory_.data();
     std::size_t space = memory_.size();
     if (at == nullptr || std::align(alignment, bytes, at, space) == nullptr) return {};

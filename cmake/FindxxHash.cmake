@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+# Defines xxHash::xxhash, the name that xxHash's own CMake package uses. Distributions that build xxHash with make install no such
+# package, only the header and the library. With the header alone, xxHash is compiled inline.
+find_package(xxHash CONFIG QUIET)
+include(FindPackageHandleStandardArgs)
+if(TARGET xxHash::xxhash)
+  find_package_handle_standard_args(xxHash CONFIG_MODE)
+  return()
+endif()
+
+find_path(xxHash_INCLUDE_DIR xxhash.h)
+find_library(xxHash_LIBRARY NAMES xxhash)
+mark_as_advanced(xxHash_INCLUDE_DIR xxHash_LIBRARY)
+
+set(xxHash_VERSION "")
+if(xxHash_INCLUDE_DIR)
+  file(STRINGS "${xxHash_INCLUDE_DIR}/xxhash.h" version_lines REGEX "#[ ]*define XXH_VERSION_(MAJOR|MINOR|RELEASE) +[0-9]+")
+  foreach(part MAJOR MINOR RELEASE)
+    if(version_lines MATCHES "XXH_VERSION_${part} +([0-9]+)")
+      list(APPEND xxHash_VERSION ${CMAKE_MATCH_1})
+    endif()
+  endforeach()
+  list(JOIN xxHash_VERSION "." xxHash_VERSION)
+endif()
+
+find_package_handle_standard_args(xxHash REQUIRED_VARS xxHash_INCLUDE_DIR VERSION_VAR xxHash_VERSION)
+if(xxHash_FOUND)
+  if(xxHash_LIBRARY)
+    add_library(xxHash::xxhash UNKNOWN IMPORTED)
+    set_target_properties(xxHash::xxhash PROPERTIES IMPORTED_LOCATION "${xxHash_LIBRARY}")
+  else()
+    add_library(xxHash::xxhash INTERFACE IMPORTED)
+    set_target_properties(xxHash::xxhash PROPERTIES INTERFACE_COMPILE_DEFINITIONS XXH_INLINE_ALL)
+  endif()
+  set_target_properties(xxHash::xxhash PROPERTIES INTERFACE_INCLUDE_DIRECTORIES "${xxHash_INCLUDE_DIR}")
+endif()
