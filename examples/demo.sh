@@ -1,0 +1,29 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# The main job from nothing to a table: real KV caches of SmolLM2-135M, encoded and decoded.
+#   usage: examples/demo.sh [CALIBRATION=8] [HELD_OUT=2] [documents|chunks]
+#   CALIBRATION, HELD_OUT   sequences of 1024 tokens to calibrate on (1 to 24) and to measure (1 to 6)
+#   documents, chunks       calibration and held-out text from different documents (default), or from one shuffled mixture
+#   KVEXACT_CACHE           where downloads and caches are kept (default ~/.cache/kvexact; 0.1 GB a sequence)
+# Installs what is missing (on Debian, as root), fetches the model (93 MB, the first time only) and builds.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+if [[ ${1:-} == -h || ${1:-} == --help ]]; then
+  sed -n '3,8s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
+  exit 0
+fi
+export KVEXACT_CACHE=${KVEXACT_CACHE:-$HOME/.cache/kvexact}
+
+cmake/install_packages.sh build demo
+examples/smollm2/fetch.sh
+if [[ ! -f $KVEXACT_CACHE/tokens/complete ]]; then
+  echo "text: fortunes and Python's documentation"
+  "$KVEXACT_CACHE/venv/bin/python" examples/smollm2/make_tokens.py
+  touch "$KVEXACT_CACHE/tokens/complete"
+fi
+
+echo "building"
+cmake --preset release >/dev/null
+cmake --build --preset release --target smollm2_cache kvexact_tool | tail -n 1
+exec python3 examples/demo.py "$@"
