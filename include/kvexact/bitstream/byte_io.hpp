@@ -48,7 +48,6 @@ class byte_writer {
     out_->resize(at + sizeof(T));
     store_little_endian(out_->data() + at, value);
   }
-  void put_bytes(std::span<const std::byte> bytes) { out_->insert(out_->end(), bytes.begin(), bytes.end()); }
 
  private:
   std::vector<std::byte>* out_;
@@ -89,5 +88,28 @@ template <class S>
 concept byte_sink = requires(S& sink, std::span<const std::byte> bytes) {
   { sink(bytes) } -> std::same_as<bool>;
 };
+
+/// A sink that appends to a vector.
+class vector_sink {
+ public:
+  explicit vector_sink(std::vector<std::byte>& out) noexcept : out_(&out) {}
+
+  bool operator()(std::span<const std::byte> bytes) noexcept {
+    if (bytes.empty()) return true;
+    try {
+      const std::size_t at = out_->size();
+      out_->resize(at + bytes.size());
+      std::memcpy(out_->data() + at, bytes.data(), bytes.size());
+      return true;
+    } catch (...) {
+      return false;
+    }
+  }
+
+ private:
+  std::vector<std::byte>* out_;
+};
+
+static_assert(byte_sink<vector_sink>);
 
 }  // namespace kvexact

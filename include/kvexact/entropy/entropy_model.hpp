@@ -82,7 +82,7 @@ class table_set {
   [[nodiscard]] static result<table_set> build(std::span<const frequency_table> tables, build_for use = build_for::both) noexcept {
     if (tables.empty() || tables.size() > max_tables) return error{error_code::invalid_argument, "a table set holds 1 to 65536 tables"};
     for (const frequency_table& table : tables) {
-      if (table.precision() != Precision) return error{error_code::invalid_argument, "a frequency table has another precision than its set"};
+      if (table.precision() != Precision) return error{error_code::invalid_argument, "a table's precision differs from that of its set"};
     }
     table_set set;
     set.size_ = tables.size();

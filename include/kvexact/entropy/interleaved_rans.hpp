@@ -5,12 +5,12 @@
 #include <cstdint>
 #include <span>
 
+#include <kvexact/bitstream/byte_io.hpp>
 #include <kvexact/core/config.hpp>
 #include <kvexact/core/result.hpp>
 #include <kvexact/entropy/entropy_coder.hpp>
 #include <kvexact/entropy/entropy_model.hpp>
 #include <kvexact/entropy/lane_vector.hpp>
-#include <kvexact/bitstream/byte_io.hpp>
 
 namespace kvexact {
 
@@ -132,8 +132,7 @@ struct interleaved_rans {
     }
 
    private:
-    explicit decoder(std::span<const std::byte> coded) noexcept
-        : read_(coded.data() + state_bytes), end_(coded.data() + coded.size()) {}
+    explicit decoder(std::span<const std::byte> coded) noexcept : read_(coded.data() + state_bytes), end_(coded.data() + coded.size()) {}
 
     void get_carefully(const decode_slot<Precision>* slots, const std::uint16_t* contexts, std::uint8_t* symbols, int n) noexcept {
       for (int i = 0; i < n; ++i) {

@@ -6,9 +6,9 @@
 #include <cstddef>
 #include <cstdint>
 
+#include <kvexact/bitstream/byte_io.hpp>
 #include <kvexact/core/config.hpp>
 #include <kvexact/entropy/entropy_model.hpp>
-#include <kvexact/bitstream/byte_io.hpp>
 
 namespace kvexact {
 
@@ -53,12 +53,16 @@ class scalar_lanes {
   template <int P>
   KVEXACT_ALWAYS_INLINE void advance(const decode_slot<P>* slots, const std::uint16_t* contexts, std::uint8_t* symbols) noexcept {
     constexpr std::uint32_t mask = (std::uint32_t{1} << P) - 1;
-    // Copies on the stack: stores to `symbols` could otherwise alias everything and keep the loops scalar.
+    // Copies on the stack, because stores to `symbols` could alias everything else and keep the loops scalar; bits, because an array of
+    // slots would be zeroed first.
     std::array<std::uint32_t, size> x = state_;
     std::array<typename decode_slot<P>::bits_type, size> e;
     // 32 bits hold every index (16 of context, at most 16 of precision) and gather better than 64.
     for (std::size_t i = 0; i < size; ++i) e[i] = slots[(std::uint32_t{contexts[i]} << P) + (x[i] & mask)].bits;
-    for (std::size_t i = 0; i < size; ++i) x[i] = decode_slot<P>{e[i]}.frequency() * (x[i] >> P) + decode_slot<P>{e[i]}.offset();
+    for (std::size_t i = 0; i < size; ++i) {
+      const decode_slot<P> slot{e[i]};
+      x[i] = slot.frequency() * (x[i] >> P) + slot.offset();
+    }
     for (std::size_t i = 0; i < size; ++i) symbols[i] = decode_slot<P>{e[i]}.symbol();
     state_ = x;
   }

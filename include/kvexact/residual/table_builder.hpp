@@ -65,9 +65,12 @@ template <class Grid>
   // whenever it occurs.
   constexpr double worth_keeping = 0.09;
   constexpr double unit = 16;  // keeps fractions of the prior
+  if (counts.empty() || counts.size() > frequency_table::max_symbols || precision < frequency_table::min_precision ||
+      precision > frequency_table::max_precision)
+    return frequency_table::from_counts(counts, precision);  // says what is wrong
   std::array<double, frequency_table::max_symbols> weight{};
   std::array<std::uint64_t, frequency_table::max_symbols> merged{};
-  const std::size_t size = std::min(counts.size(), weight.size());
+  const std::size_t size = counts.size();
   double sum = 0;
   for (std::size_t s = 0; s < size; ++s) {
     weight[s] = static_cast<double>(counts[s]) + strength * (s < prior.size() ? prior[s] : 0.0);

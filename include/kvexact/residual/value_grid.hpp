@@ -182,7 +182,8 @@ struct value_grid {
   /// Smallest real number, in units of D, that rounds into `cell` (0 or above); for builders that integrate a density. Ignores that the
   /// format's subnormal numbers are evenly spaced.
   [[nodiscard]] static double lower_edge(std::int32_t cell) noexcept {
-    if (cell <= 1) return cell;
+    if (cell == 0) return 0;
+    if (cell == 1) return 1 - 0.25 / static_cast<double>(1U << mantissa_bits);
     if (cell <= first_coarse_cell) {
       const int octave = octave_of(cell - 1);
       return cell - 0.5 / static_cast<double>(1U << (mantissa_bits - octave));
