@@ -144,7 +144,7 @@ class calibrator {
       data.rotation = rotation_;
       for (model& m : models_) {
         if (const auto built = build_tables(m); !built) return built.error();
-        data.models.push_back(std::move(m.parameters));
+        data.models.push_back(m.parameters);
       }
       return data;
     } catch (...) {

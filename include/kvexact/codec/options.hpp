@@ -24,7 +24,7 @@ namespace detail {
 /// Cuts the tokens [begin, end) over all layers into chunks and calls visit(record) for each until it returns false.
 template <class Visit>
 void for_each_chunk(const cache_shape& shape, chunk_options options, index_range tokens, Visit&& visit) {
-  std::uint64_t widest = 0;
+  std::uint64_t widest = 1;
   for (const layer_shape& layer : shape.all()) widest = std::max<std::uint64_t>(widest, layer.channels());
   const std::uint64_t most_values = std::min<std::uint64_t>(options.values_per_chunk, max_chunk_values);
   const std::uint64_t most_rows = std::max<std::uint64_t>(max_chunk_values / widest / row_lanes, 1);

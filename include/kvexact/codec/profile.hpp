@@ -102,6 +102,10 @@ class profile {
     return first_tile_[layer] + (part == cache_part::value ? 1U : 0U);
   }
 
+  /// Which directions the tables were built for.
+  [[nodiscard]] bool can_encode() const noexcept { return models_.front().tables().entries() != nullptr; }
+  [[nodiscard]] bool can_decode() const noexcept { return models_.front().tables().slots() != nullptr; }
+
   /// Whether chunks may be coded by channel means.
   [[nodiscard]] bool has_fallback() const noexcept { return std::same_as<typename Codec::predictor_type, channel_mean> || models_.size() > 1; }
   /// Code length of the channel means on the calibration data, 1/256 bit a value; 0 if there are none.

@@ -211,10 +211,7 @@ inline void put_model(byte_writer& out, const model_parameters& model) {
     for (const model_parameters& model : data.models) detail::put_model(out, model);
 
     std::vector<std::byte> file;
-    auto sink = [&file](std::span<const std::byte> bytes) {
-      file.insert(file.end(), bytes.begin(), bytes.end());
-      return true;
-    };
+    vector_sink sink(file);
     container_writer writer(sink, container_kind::profile);
     if (const auto added = writer.add_section(detail::profile_section, body); !added) return added.error();
     if (const auto finished = writer.finish(); !finished) return finished.error();

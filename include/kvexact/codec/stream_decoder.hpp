@@ -77,9 +77,11 @@ class stream_decoder {
  public:
   using scalar = typename Codec::scalar;
 
-  /// The stream and the profile must outlive the decoder. Errors: those of `open_stream`.
+  /// The stream and the profile must outlive the decoder. Errors: those of `open_stream`, invalid_argument (a profile built for
+  /// encoding only).
   [[nodiscard]] static result<stream_decoder> open(const profile<Codec>& parameters, std::span<const std::byte> stream,
                                                    instruction_set set = best_instruction_set()) noexcept {
+    if (!parameters.can_decode()) return error{error_code::invalid_argument, "the profile was built for encoding only"};
     auto opened = open_stream<Codec>(parameters, stream);
     if (!opened) return opened.error();
     return stream_decoder(parameters, *std::move(opened), set);
@@ -151,7 +153,9 @@ class stream_decoder {
   stream_decoder(const profile<Codec>& parameters, opened_stream stream, instruction_set set) noexcept
       : profile_(&parameters), stream_(std::move(stream)), set_(set) {}
 
-  [[nodiscard]] static constexpr bool touches(index_range a, index_range b) noexcept { return a.begin < b.end && b.begin < a.end; }
+  [[nodiscard]] static constexpr bool touches(index_range a, index_range b) noexcept {
+    return std::max(a.begin, b.begin) < std::min(a.end, b.end);
+  }
 
   [[nodiscard]] detail::chunk_buffers<typename Codec::residual_model_type> take_buffers(workspace& memory) const noexcept {
     std::uint64_t most_values = 0;

@@ -54,10 +54,11 @@ class stream_encoder {
   /// Starts a new stream. `storage_scales`: for fp8 caches, bits of the binary32 scale of each (layer, part) in coding order (layer 0 K,
   /// layer 0 V, layer 1 K, ...; absent V skipped), restored to the bit; empty for none. Values that are not positive, finite and
   /// normal are kept but count as 1.
-  /// Errors: workspace_too_small, shape_mismatch (number of scales), invalid_argument (scales for a 16-bit format), output_failed,
-  /// out_of_memory.
+  /// Errors: workspace_too_small, shape_mismatch (number of scales), invalid_argument (scales for a 16-bit format, or a profile built
+  /// for decoding only), output_failed, out_of_memory.
   [[nodiscard]] static result<stream_encoder> begin(const profile<Codec>& parameters, std::span<std::byte> memory, Sink& sink,
                                                     std::span<const std::uint32_t> storage_scales = {}, encoder_options options = {}) noexcept {
+    if (!parameters.can_encode()) return error{error_code::invalid_argument, "the profile was built for decoding only"};
     if (!storage_scales.empty() && !has_storage_scale<scalar>)
       return error{error_code::invalid_argument, "16-bit formats have no storage scales"};
     if (!storage_scales.empty() && storage_scales.size() != count_tiles(parameters.shape()))
@@ -77,9 +78,10 @@ class stream_encoder {
   }
 
   /// Continues a finished stream: `stream` is all of it, and what the sink receives replaces everything from `resume_offset()` on.
-  /// Errors: those of opening a stream, profile_mismatch, workspace_too_small.
+  /// Errors: those of opening a stream, workspace_too_small, invalid_argument (a profile built for decoding only).
   [[nodiscard]] static result<stream_encoder> resume(const profile<Codec>& parameters, std::span<std::byte> memory, Sink& sink,
                                                      std::span<const std::byte> stream, encoder_options options = {}) noexcept {
+    if (!parameters.can_encode()) return error{error_code::invalid_argument, "the profile was built for decoding only"};
     auto opened = open_stream<Codec>(parameters, stream);
     if (!opened) return opened.error();
     try {
@@ -105,13 +107,14 @@ class stream_encoder {
   [[nodiscard]] std::span<const chunk_record> chunks() const noexcept { return chunks_; }
 
   /// Appends all tokens of `cache` from position `tokens()` on. `prediction` covers the same positions (bf16, same shape).
-  /// Errors: shape_mismatch, out_of_range (the cache or the prediction does not start or end where needed), output_failed,
-  /// out_of_memory. After an error the encoder is of no more use.
+  /// Errors: shape_mismatch, out_of_range (the cache or the prediction does not start or end where needed), invalid_argument (the stream
+  /// is finished), output_failed, out_of_memory. After the last two the encoder is of no more use.
   template <kv_cache Cache, class Prediction = no_prediction>
   [[nodiscard]] result<void> append(const Cache& cache, const Prediction& prediction = {}) noexcept {
     static_assert(std::same_as<std::remove_const_t<typename Cache::value_type>, scalar>, "kvexact: the cache must hold the codec's number format");
     static_assert(!Codec::predictor_type::needs_prediction || !std::same_as<Prediction, no_prediction>,
                   "kvexact: this codec's predictor needs a predicted cache as second argument of append");
+    if (finished_) return error{error_code::invalid_argument, "the stream is finished"};
     if (const auto fits = expect_shape(cache.shape(), profile_->shape()); !fits) return fits.error();
     const index_range tokens{tokens_, cache.tokens().end};
     if (cache.tokens().begin > tokens_ || tokens.end < tokens.begin)
@@ -133,8 +136,11 @@ class stream_encoder {
     return status;
   }
 
-  /// Writes the chunk index and the footer; the stream is complete. Errors: output_failed, out_of_memory.
+  /// Writes the chunk index and the footer; the stream is complete. Errors: output_failed, out_of_memory, invalid_argument (it was
+  /// already).
   [[nodiscard]] result<void> finish() noexcept {
+    if (finished_) return error{error_code::invalid_argument, "the stream is finished"};
+    finished_ = true;
     try {
       if (const auto index = writer_.add_section(detail::index_section, detail::write_index(tokens_, chunks_)); !index) return index.error();
     } catch (...) {
@@ -198,6 +204,7 @@ class stream_encoder {
   std::vector<chunk_record> chunks_;
   std::uint64_t tokens_ = 0;
   std::uint64_t chunk_bytes_ = 0;
+  bool finished_ = false;
 };
 
 }  // namespace kvexact
