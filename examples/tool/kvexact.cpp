@@ -149,10 +149,10 @@ outcome<rotary> described_rotary(const arguments& args, const cache_shape& shape
     std::ifstream file(args.rotary_frequencies);
     if (!file) return failure{error_code::invalid_argument, args.rotary_frequencies + ": cannot open"};
     std::vector<double> radians;
-    for (std::string word; file >> word;) {
+    for (std::string word; radians.size() <= rotary::max_dim && file >> word;) {
       double value = 0;
       const auto [end, problem] = std::from_chars(word.data(), word.data() + word.size(), value);
-      if (problem != std::errc{} || end != word.data() + word.size() || radians.size() > rotary::max_dim)
+      if (problem != std::errc{} || end != word.data() + word.size())
         return failure{error_code::invalid_argument, args.rotary_frequencies + ": " + in_quotes(word) + " where a decimal number should stand"};
       radians.push_back(value);
     }
@@ -600,7 +600,7 @@ int main(int argc, char** argv) try {
       ->allow_extra_args(false);
   CLI::Option* const rope_base =
       calibrate_command
-          ->add_option("--rope-base", args.rotary_base, "Keys are rotated by their token number: base of the rotary embedding, e.g. 10000")
+          ->add_option("--rope-base", args.rotary_base, "Base of the rotary embedding (rope_theta), e.g. 10000, if keys are cached rotated: streams get smaller")
           ->type_name("BASE");
   calibrate_command
       ->add_option("--rope-frequencies", args.rotary_frequencies, "The same by a text file of inverse frequencies (radians a token), one a pair, for scaled embeddings")

@@ -26,7 +26,6 @@
 #include <kvexact/entropy/interleaved_rans.hpp>
 #include <kvexact/entropy/lane_vector.hpp>
 #include <kvexact/entropy/range_coder.hpp>
-#include <kvexact/entropy/word_io.hpp>
 #include <kvexact/numeric/bf16.hpp>
 #include <kvexact/numeric/fixed_point.hpp>
 #include <kvexact/numeric/fp16.hpp>

@@ -26,7 +26,7 @@ TEST_CASE("byte_io: little-endian at any address") {
     buffer.fill(std::byte{0xee});
     store_little_endian(buffer.data() + at, std::uint64_t{0x0123456789abcdef});
     for (std::size_t i = 0; i < buffer.size(); ++i) {
-      const unsigned expected = i < at || i >= at + 8 ? 0xeeU : (0x0123456789abcdefU >> (8 * (i - at))) & 0xffU;
+      const auto expected = static_cast<unsigned>(i < at || i >= at + 8 ? 0xeeU : (0x0123456789abcdefU >> (8 * (i - at))) & 0xffU);
       CHECK(std::to_integer<unsigned>(buffer[i]) == expected);
     }
     CHECK(load_little_endian<std::uint64_t>(buffer.data() + at) == 0x0123456789abcdefU);

@@ -229,21 +229,23 @@ TEST_CASE("container: sizes that do not fit or overflow") {
 
   SUBCASE("table") {
     const std::vector<section_entry> one{{1, 1, 16, 8, 0}};
-    for (const std::uint64_t table_at : {std::uint64_t{0}, std::uint64_t{15}, std::uint64_t{23}, std::uint64_t{25}, std::uint64_t{56}, std::uint64_t{57},
-                                         most, most - 31, most - 7, std::uint64_t{1} << 63})
+    for (const std::uint64_t table_at : {std::uint64_t{0}, std::uint64_t{15}, std::uint64_t{23}, std::uint64_t{25}, std::uint64_t{56},
+                                         std::uint64_t{57}, most, most - 31, most - 7, std::uint64_t{1} << 63})
       check_refused(with_table(one, 8, table_at, 1), error_code::corrupt);
     for (const std::uint64_t count : {std::uint64_t{0}, std::uint64_t{2}, std::uint64_t{1} << 40, (std::uint64_t{1} << 59) + 1, most})
       check_refused(with_table(one, 8, 24, count), error_code::corrupt);
     check_refused(with_table({}, 8, 24, 0), error_code::corrupt);  // 8 bytes in no section
   }
   SUBCASE("sections") {
-    for (const std::uint64_t size : {std::uint64_t{0}, std::uint64_t{7}, std::uint64_t{9}, std::uint64_t{1} << 40, most, most - 15, most - 7})
+    for (const std::uint64_t size :
+         {std::uint64_t{0}, std::uint64_t{7}, std::uint64_t{9}, std::uint64_t{1} << 40, most, most - 15, most - 7})
       check_refused(with_table({{1, 1, 16, size, 0}}, 8, 24, 1), error_code::corrupt);
     for (const std::uint64_t offset : {std::uint64_t{0}, std::uint64_t{15}, std::uint64_t{17}, std::uint64_t{24}, most})
       check_refused(with_table({{1, 1, offset, 8, 0}}, 8, 24, 1), error_code::corrupt);
-    check_refused(with_table({{1, 1, 16, 4, 0}, {2, 1, 16, 4, 0}}, 8, 24, 2), error_code::corrupt);      // overlap
-    check_refused(with_table({{1, 1, 16, 3, 0}, {2, 1, 20, 4, 0}}, 8, 24, 2), error_code::corrupt);      // gap
+    check_refused(with_table({{1, 1, 16, 4, 0}, {2, 1, 16, 4, 0}}, 8, 24, 2), error_code::corrupt);  // overlap
+    check_refused(with_table({{1, 1, 16, 3, 0}, {2, 1, 20, 4, 0}}, 8, 24, 2), error_code::corrupt);  // gap
     check_refused(with_table({{1, 1, 16, 4, 0}, {2, 1, 20, most - 19, 0}}, 8, 24, 2), error_code::corrupt);
+    check_refused(with_table({{1, 1, 16, most, 0}, {2, 1, 15, 9, 0}}, 8, 24, 2), error_code::corrupt);  // wraps and comes back
     CHECK(container_reader::open(with_table({{1, 1, 16, 4, 0}, {2, 1, 20, 4, 0}}, 8, 24, 2), container_kind::stream));
   }
 }

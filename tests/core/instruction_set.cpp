@@ -13,7 +13,8 @@ namespace {
 
 /// Integer and floating-point work that a compiler vectorises.
 struct mix {
-  KVEXACT_ALWAYS_INLINE static void run(const std::vector<std::uint32_t>& in, std::vector<std::uint64_t>& out, std::vector<float>& scaled, int& calls) noexcept {
+  KVEXACT_ALWAYS_INLINE static void run(const std::vector<std::uint32_t>& in, std::vector<std::uint64_t>& out, std::vector<float>& scaled,
+                                        int& calls) noexcept {
     ++calls;
     for (std::size_t i = 0; i < in.size(); ++i) {
       const std::uint64_t wide = std::uint64_t{in[i]} * 0x9e3779b1U;

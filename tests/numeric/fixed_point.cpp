@@ -20,13 +20,15 @@ template <class Visit>
 void for_positive_normals(Visit&& visit) {
   std::mt19937_64 random(3);
   for (std::uint32_t exponent = 1; exponent < 255; ++exponent) {
-    for (const std::uint32_t mantissa : {0U, 1U, 2U, 0x3fffffU, 0x400000U, 0x400001U, 0x3504f3U, 0x7ffffeU, 0x7fffffU}) visit((exponent << 23) | mantissa);
+    for (const std::uint32_t mantissa : {0U, 1U, 2U, 0x3fffffU, 0x400000U, 0x400001U, 0x3504f3U, 0x7ffffeU, 0x7fffffU})
+      visit((exponent << 23) | mantissa);
     for (int i = 0; i < 300; ++i) visit((exponent << 23) | static_cast<std::uint32_t>(random() & 0x7fffffU));
   }
 }
 
 void check_quotient(std::uint32_t numerator, std::uint32_t divisor, std::uint32_t quotient, std::size_t& wrong) {
-  const long double expected = static_cast<long double>(std::bit_cast<float>(numerator)) / static_cast<long double>(std::bit_cast<float>(divisor));
+  const long double expected =
+      static_cast<long double>(std::bit_cast<float>(numerator)) / static_cast<long double>(std::bit_cast<float>(divisor));
   const long double actual = std::bit_cast<float>(quotient);
   const long double size = std::abs(expected);
   constexpr long double smallest = std::numeric_limits<float>::min();
@@ -49,18 +51,19 @@ TEST_CASE("fixed_point: positive normal numbers") {
   CHECK(is_positive_normal(bits_of(1.0F)));
   CHECK(is_positive_normal(bits_of(std::numeric_limits<float>::min())));
   CHECK(is_positive_normal(bits_of(std::numeric_limits<float>::max())));
-  for (const float other : {0.0F, -0.0F, -1.0F, std::numeric_limits<float>::denorm_min(), std::nextafter(std::numeric_limits<float>::min(), 0.0F),
-                            std::numeric_limits<float>::infinity(), std::numeric_limits<float>::quiet_NaN(), -std::numeric_limits<float>::infinity()})
+  for (const float other :
+       {0.0F, -0.0F, -1.0F, std::numeric_limits<float>::denorm_min(), std::nextafter(std::numeric_limits<float>::min(), 0.0F),
+        std::numeric_limits<float>::infinity(), std::numeric_limits<float>::quiet_NaN(), -std::numeric_limits<float>::infinity()})
     CHECK_FALSE(is_positive_normal(bits_of(other)));
   CHECK_FALSE(is_positive_normal(0xffffffffU));
 }
 
 TEST_CASE("fixed_point: log2 in 256ths") {
   static_assert(log2_in_256ths(0x3f800000U) == 0 && log2_in_256ths(0x40000000U) == 256 && log2_in_256ths(0x3f000000U) == -256);
-  CHECK(log2_in_256ths(bits_of(1.41421366F)) == 128);    // just above the root
-  CHECK(log2_in_256ths(bits_of(1.41421354F)) == 127);    // just below
-  CHECK(log2_in_256ths(bits_of(10.0F)) == 850);          // 850.41
-  CHECK(log2_in_256ths(bits_of(0.1F)) == -851);          // -850.41
+  CHECK(log2_in_256ths(bits_of(1.41421366F)) == 128);  // just above the root
+  CHECK(log2_in_256ths(bits_of(1.41421354F)) == 127);  // just below
+  CHECK(log2_in_256ths(bits_of(10.0F)) == 850);        // 850.41
+  CHECK(log2_in_256ths(bits_of(0.1F)) == -851);        // -850.41
   CHECK(log2_in_256ths(0x00800000U) == -126 * 256);
   CHECK(log2_in_256ths(0x7f7fffffU) == 128 * 256 - 1);
   std::size_t wrong = 0;

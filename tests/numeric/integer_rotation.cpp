@@ -60,8 +60,8 @@ TEST_CASE("integer_rotation: quadrant borders are exact") {
 TEST_CASE("integer_rotation: within its bound of sine and cosine") {
   long double worst = 0;
   for (std::uint64_t quadrant = 0; quadrant < 4; ++quadrant) {
-    for (const std::uint64_t near : {std::uint64_t{0}, std::uint64_t{1}, std::uint64_t{0xffffffff}, std::uint64_t{1} << 32, std::uint64_t{1} << 33,
-                                     std::uint64_t{1} << 40, std::uint64_t{1} << 50}) {
+    for (const std::uint64_t near : {std::uint64_t{0}, std::uint64_t{1}, std::uint64_t{0xffffffff}, std::uint64_t{1} << 32,
+                                     std::uint64_t{1} << 33, std::uint64_t{1} << 40, std::uint64_t{1} << 50}) {
       worst = std::max(worst, error_at((quadrant << 62) + near));
       worst = std::max(worst, error_at((quadrant << 62) - 1 - near));
       worst = std::max(worst, error_at((quadrant << 62) + (std::uint64_t{1} << 61) + near));
@@ -82,7 +82,8 @@ TEST_CASE("integer_rotation: far positions wrap without loss") {
     const std::uint64_t position = i < 100 ? (std::uint64_t{1} << 40) - static_cast<std::uint64_t>(i) : random() >> (24 + random() % 40);
     // position * frequency modulo one turn in two halves of 32 bits, so that no product wraps.
     const long double high = std::fmod(static_cast<long double>(position) * static_cast<long double>(frequency >> 32), 0x1p32L) / 0x1p32L;
-    const long double low = std::fmod(static_cast<long double>(position) * static_cast<long double>(frequency & 0xffffffffU), 0x1p64L) / 0x1p64L;
+    const long double low =
+        std::fmod(static_cast<long double>(position) * static_cast<long double>(frequency & 0xffffffffU), 0x1p64L) / 0x1p64L;
     const bool exact = position < (std::uint64_t{1} << 32);
     const long double angle = (high + low) * full_turn;
     const integer_rotation by = rotation_by_turns(position * frequency);
@@ -120,7 +121,10 @@ TEST_CASE("integer_pair: rotates like real numbers") {
   std::mt19937_64 random(9);
   std::size_t wrong = 0;
   for (int i = 0; i < 20000; ++i) {
-    const auto number = [&](int spread) { return std::ldexp(static_cast<float>(static_cast<std::int64_t>(random()) >> 40), static_cast<int>(random() % static_cast<unsigned>(spread)) - spread / 2); };
+    const auto number = [&](int spread) {
+      return std::ldexp(static_cast<float>(static_cast<std::int64_t>(random()) >> 40),
+                        static_cast<int>(random() % static_cast<unsigned>(spread)) - spread / 2);
+    };
     check_rotation(number(8), number(8), random(), wrong);
     check_rotation(number(100), number(100), random(), wrong);
   }

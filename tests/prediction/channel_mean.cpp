@@ -66,7 +66,8 @@ void check_keys(const tile_shape& shape, const rotary& rotation) {
         const long double angle = std::ldexp(static_cast<long double>(turns), -64) * full_turn;
         const long double own = std::bit_cast<float>(means[c]);
         const long double other = std::bit_cast<float>(means[partner]);
-        const long double expected = is_first ? own * std::cos(angle) - other * std::sin(angle) : other * std::sin(angle) + own * std::cos(angle);
+        const long double expected =
+            is_first ? own * std::cos(angle) - other * std::sin(angle) : other * std::sin(angle) + own * std::cos(angle);
         const long double bound = (std::abs(own) + std::abs(other)) * 0x1p-25L + std::abs(expected) * 0x1p-23L;
         wrong += std::abs(static_cast<long double>(std::bit_cast<float>(actual)) - expected) > bound;
       }
@@ -99,7 +100,8 @@ TEST_CASE("channel_mean: keys turn with their position, both pairings") {
 
 TEST_CASE("channel_mean: dimensions beyond the rotary ones stay") {
   for (const rotary_pairing pairing : {rotary_pairing::interleaved, rotary_pairing::half_split})
-    for (const std::uint32_t dim : {2U, 6U, 10U}) check_keys({0, cache_part::key, {7, 40}, 2, 11, 64}, *rotary::from_base(pairing, dim, 500.0));
+    for (const std::uint32_t dim : {2U, 6U, 10U})
+      check_keys({0, cache_part::key, {7, 40}, 2, 11, 64}, *rotary::from_base(pairing, dim, 500.0));
 }
 
 TEST_CASE("channel_mean: at position 0 keys are their means") {
@@ -107,7 +109,8 @@ TEST_CASE("channel_mean: at position 0 keys are their means") {
   const auto means = random_means(16);
   const auto out = predicted(shape, means, *rotary::from_base(rotary_pairing::half_split, 8, 10000.0));
   // A partner that is much larger may cost the last bits.
-  for (std::size_t c = 0; c < 16; ++c) CHECK(std::bit_cast<float>(out[c * 32]) == doctest::Approx(std::bit_cast<float>(means[c])).epsilon(1e-5));
+  for (std::size_t c = 0; c < 16; ++c)
+    CHECK(std::bit_cast<float>(out[c * 32]) == doctest::Approx(std::bit_cast<float>(means[c])).epsilon(1e-5));
 }
 
 TEST_CASE("channel_mean: V and unrotated keys are their means to the bit") {

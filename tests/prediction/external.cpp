@@ -57,7 +57,8 @@ TEST_CASE("external: the prediction transposed and widened, zeros behind it") {
     cache.fill();
     for (std::uint32_t l = 0; l < 2; ++l) {
       for (const cache_part part : cache_parts) {
-        for (const auto& [begin, count, stride] : {std::array<std::uint64_t, 3>{100, 80, 96}, {105, 1, 32}, {110, 32, 32}, {120, 33, 64}, {130, 0, 32}, {130, 0, 0}}) {
+        for (const auto& [begin, count, stride] :
+             {std::array<std::uint64_t, 3>{100, 80, 96}, {105, 1, 32}, {110, 32, 32}, {120, 33, 64}, {130, 0, 32}, {130, 0, 0}}) {
           const tile_shape shape = tile_of(l, part, {begin, begin + count}, stride);
           check_tile(shape, predicted(shape, cache.reader()));
           check_tile(shape, predicted(shape, cache.view()));

@@ -28,7 +28,7 @@ struct may_throw : zeros {
 struct without_dependency {
   static constexpr std::uint32_t id = 99;
   static constexpr const char* name = "without_dependency";
-  static constexpr bool needs_prediction = false;
+  [[maybe_unused]] static constexpr bool needs_prediction = false;
   static void predict(const tile_shape&, const tile_parameters&, const no_prediction&, std::uint32_t*) noexcept {}
 };
 

@@ -66,7 +66,8 @@ constexpr std::int32_t linear = grid::shared_contexts + 8 * grid::distances;
 TEST_CASE("table_clusters: alike contexts share, different ones do not, and little is lost") {
   std::mt19937_64 random(11);
   std::vector<counts_type> contexts;
-  for (std::int32_t i = 0; i < 60; ++i) contexts.push_back(context_of(linear + i % 40, i % 3 == 0 ? 1.0 : i % 3 == 1 ? 4.0 : 12.0, 20000, random));
+  for (std::int32_t i = 0; i < 60; ++i)
+    contexts.push_back(context_of(linear + i % 40, i % 3 == 0 ? 1.0 : i % 3 == 1 ? 4.0 : 12.0, 20000, random));
   const auto clusters = cluster_contexts<grid>(contexts, precision);
   REQUIRE(clusters);
   check_valid(*clusters, contexts.size());
@@ -107,7 +108,8 @@ TEST_CASE("table_clusters: a smooth family needs fewer tables than contexts at a
 TEST_CASE("table_clusters: contexts never seen get a table that suits their prior") {
   std::mt19937_64 random(13);
   // Two seen contexts, narrow and wide; the unseen ones have sigma = 4.4 D (class 8 of the linear part) or less than an ulp.
-  std::vector<counts_type> contexts{context_of(linear, 4.4, 50000, random), context_of(4 * grid::places * grid::offsets, 0.2, 50000, random)};
+  std::vector<counts_type> contexts{context_of(linear, 4.4, 50000, random),
+                                    context_of(4 * grid::places * grid::offsets, 0.2, 50000, random)};
   const std::size_t seen = contexts.size();
   for (const std::int32_t context : {linear + 1, linear + 5, 3 * grid::places * grid::offsets, 5 * grid::places * grid::offsets}) {
     contexts.emplace_back();

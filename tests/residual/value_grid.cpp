@@ -32,8 +32,25 @@ std::vector<float> means() {
   const float largest = Format::from_bits(Format::max_finite).to_float();
   const float normal = std::ldexp(1.0F, Format::min_exponent);
   const float smallest = std::ldexp(normal, -Format::mantissa_bits);
-  return {0.0F, -0.0F, 1.0F, -3.0F, 100.0F, -0.8125F, 0.99999994F, 1.0F + 1.0F / 4096, smallest, -smallest * 0.4F, smallest * 2.7F, normal, -normal * 0.99F,
-          largest, -largest, std::numeric_limits<float>::max(), std::numeric_limits<float>::denorm_min(), infinity, -infinity,
+  return {0.0F,
+          -0.0F,
+          1.0F,
+          -3.0F,
+          100.0F,
+          -0.8125F,
+          0.99999994F,
+          1.0F + 1.0F / 4096,
+          smallest,
+          -smallest * 0.4F,
+          smallest * 2.7F,
+          normal,
+          -normal * 0.99F,
+          largest,
+          -largest,
+          std::numeric_limits<float>::max(),
+          std::numeric_limits<float>::denorm_min(),
+          infinity,
+          -infinity,
           std::bit_cast<float>(0xffc00001U)};
 }
 
@@ -41,8 +58,21 @@ template <class Format>
 std::vector<std::int32_t> sigmas() {
   using grid = value_grid<Format>;
   const std::int32_t low = (Format::min_exponent - Format::mantissa_bits) * 256;
-  return {std::numeric_limits<std::int32_t>::min(), low, low + 600, low + 768, low + 256 * (Format::mantissa_bits + 2) + 255, low + 256 * (Format::mantissa_bits + 6),
-          -1800, -1023, -257, -1, 0, 300, 1000, grid::max_sigma, std::numeric_limits<std::int32_t>::max()};
+  return {std::numeric_limits<std::int32_t>::min(),
+          low,
+          low + 600,
+          low + 768,
+          low + 256 * (Format::mantissa_bits + 2) + 255,
+          low + 256 * (Format::mantissa_bits + 6),
+          -1800,
+          -1023,
+          -257,
+          -1,
+          0,
+          300,
+          1000,
+          grid::max_sigma,
+          std::numeric_limits<std::int32_t>::max()};
 }
 
 template <class Format>
@@ -262,7 +292,8 @@ float random_mean(std::mt19937_64& random, int exponent) {
     case 0: return std::bit_cast<float>(static_cast<std::uint32_t>(random()));
     case 1: return 0.0F;
     case 2: return sign * static_cast<float>(random() % 300);
-    default: return sign * std::ldexp(1 + std::ldexp(static_cast<float>(random() >> 41), -23), exponent + static_cast<int>(random() % 12) - 8);
+    default:
+      return sign * std::ldexp(1 + std::ldexp(static_cast<float>(random() >> 41), -23), exponent + static_cast<int>(random() % 12) - 8);
   }
 }
 
@@ -272,8 +303,9 @@ struct coder {
   using grid = value_grid<Format>;
   using bits_type = typename Format::bits_type;
 
-  KVEXACT_ALWAYS_INLINE static void run(const std::uint32_t* row_means, const std::int32_t* row_sigmas, const bits_type* values, std::uint64_t escaped, int n,
-                                        std::vector<std::byte>& bytes, std::array<std::uint8_t, lanes>& symbols, std::array<std::int32_t, lanes>& context,
+  KVEXACT_ALWAYS_INLINE static void run(const std::uint32_t* row_means, const std::int32_t* row_sigmas, const bits_type* values,
+                                        std::uint64_t escaped, int n, std::vector<std::byte>& bytes,
+                                        std::array<std::uint8_t, lanes>& symbols, std::array<std::int32_t, lanes>& context,
                                         std::array<bits_type, lanes>& decoded, bool& finished) noexcept {
     typename grid::row row;
     grid::prepare(row_means, row_sigmas, row);
@@ -327,11 +359,13 @@ void check_rows() {
       std::array<std::int32_t, lanes> same_context{};
       std::array<bits_type, lanes> same{};
       std::vector<std::byte> same_bytes;
-      run_on<coder<Format>>(set, row_means.data(), row_sigmas.data(), values.data(), escaped, row_lanes, same_bytes, symbols, same_context, same, finished);
+      run_on<coder<Format>>(set, row_means.data(), row_sigmas.data(), values.data(), escaped, row_lanes, same_bytes, symbols, same_context,
+                            same, finished);
       wrong += symbols != full || same_context != context || same != values || same_bytes != bytes || !finished;
     }
 
-    // A short row: the same symbols, nothing written behind it, and its bits are the beginning of the full row's once both have no special lanes.
+    // A short row: the same symbols, nothing written behind it, and its bits are the beginning of the full row's once both have no special
+    // lanes.
     const int n = static_cast<int>(random() % lanes) + 1;
     const auto length = static_cast<std::size_t>(n);
     constexpr auto guard = static_cast<bits_type>(0xa5a5);
@@ -394,7 +428,8 @@ std::int32_t described_context(float mean, std::int32_t sigma) {
     const auto half_octaves = static_cast<std::int32_t>(std::floor(2 * std::log2(std::min(cells, 46.0)) + 1e-9));
     return grid::shared_contexts + linear_class * grid::distances + std::max(grid::distances - 1 - half_octaves, 0);
   }
-  const auto value_class = static_cast<std::int32_t>(std::clamp(std::floor(4 * (clamped - ulp)) + grid::value_class_of_one, 0.0, grid::value_classes - 1.0));
+  const auto value_class =
+      static_cast<std::int32_t>(std::clamp(std::floor(4 * (clamped - ulp)) + grid::value_class_of_one, 0.0, grid::value_classes - 1.0));
   const double in_ulps = std::ldexp(size, -ulp);
   const auto offset = static_cast<std::int32_t>(std::floor(8 * (in_ulps - std::floor(in_ulps))));
   const auto mantissa = static_cast<std::int32_t>(std::floor(in_ulps)) % (1 << mantissa_bits);
@@ -431,7 +466,8 @@ void check_contexts() {
   constexpr int size = 1 << mantissa_bits;
   for (const int mantissa : {0, 1, 2, 3, 4, 5, 6, size / 2, size - 1, size - 2, size - 4, size - 12}) {
     for (int eighth = 0; eighth < 8; ++eighth) {
-      const float mean = std::ldexp(static_cast<float>(8 * (std::clamp(mantissa, 0, size - 1) + size) + eighth), binade - mantissa_bits - 3);
+      const float mean =
+          std::ldexp(static_cast<float>(8 * (std::clamp(mantissa, 0, size - 1) + size) + eighth), binade - mantissa_bits - 3);
       for (std::int32_t sigma = ulp - 1100; sigma < ulp + 600; sigma += 32) visit(mean, sigma);
     }
   }
@@ -452,7 +488,8 @@ void check_contexts() {
   for (std::int32_t c = 0; c < grid::contexts; ++c) {
     if (!reached[static_cast<std::size_t>(c)]) continue;
     const auto [mean, mean_cell, sigma] = grid::typical(c);
-    const bool finest = c >= grid::shared_contexts && (c - grid::shared_contexts) / grid::distances < 8;  // D no finer than the smallest number
+    const bool finest =
+        c >= grid::shared_contexts && (c - grid::shared_contexts) / grid::distances < 8;  // D no finer than the smallest number
     const int step = Format::min_exponent - mantissa_bits + (finest ? 0 : 2);
     const auto at = static_cast<std::int32_t>(std::floor(256 * (std::log2(sigma) + step)));
     const auto row = prepared<Format>(static_cast<float>(std::ldexp(mean, step)), at);

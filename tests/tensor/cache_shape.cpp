@@ -76,8 +76,16 @@ TEST_CASE("cache_shape: limits") {
 }
 
 TEST_CASE("cache_shape: products that overflow 32 or 64 bits are refused") {
-  for (const layer_shape layer : {layer_shape{huge, 1, 0}, {1, huge, 0}, {1, 1, huge}, {1, huge, huge}, {huge, huge, huge}, {1U << 16, 1U << 16, 0},
-                                  {1U << 31, 2, 0}, {2, 1U << 31, 0}, {2, 1, huge}, {1U << 31, 1, 1}}) {
+  for (const layer_shape layer : {layer_shape{huge, 1, 0},
+                                  {1, huge, 0},
+                                  {1, 1, huge},
+                                  {1, huge, huge},
+                                  {huge, huge, huge},
+                                  {1U << 16, 1U << 16, 0},
+                                  {1U << 31, 2, 0},
+                                  {2, 1U << 31, 0},
+                                  {2, 1, huge},
+                                  {1U << 31, 1, 1}}) {
     CAPTURE(layer.kv_heads);
     CAPTURE(layer.key_dim);
     CAPTURE(layer.value_dim);
@@ -85,7 +93,7 @@ TEST_CASE("cache_shape: products that overflow 32 or 64 bits are refused") {
   }
 }
 
-TEST_CASE("cache_shape: the largest one counts its channels in 64 bits") {
+TEST_CASE("cache_shape: the largest one counts its channels") {
   const auto shape = cache_shape::uniform(cache_shape::max_layers, {1, cache_shape::max_channels, 0});
   REQUIRE(shape);
   CHECK(shape->channels() == std::uint64_t{cache_shape::max_layers} * cache_shape::max_channels);

@@ -79,8 +79,8 @@ TEST_CASE("kv_cache_view: refuses wrong layer counts, missing data and reversed 
   std::array<bf16, 64> data{};
   using tensor = strided_tensor<bf16>;
   const std::array<layer_tensors<bf16>, 3> good{{{tensor::nhd(data.data(), 3, 6), tensor::nhd(data.data(), 3, 4)},
-                                                  {tensor::nhd(data.data(), 1, 9), {}},
-                                                  {tensor::nhd(data.data(), 2, 1), tensor::nhd(data.data(), 2, 5)}}};
+                                                 {tensor::nhd(data.data(), 1, 9), {}},
+                                                 {tensor::nhd(data.data(), 2, 1), tensor::nhd(data.data(), 2, 5)}}};
   REQUIRE(kv_cache_view<bf16>::make(mixed, good, {5, 6}));
 
   for (const std::size_t count : {std::size_t{0}, std::size_t{2}}) {

@@ -12,7 +12,8 @@ namespace kvexact::test {
 
 /// What a scalar must read as: a number that differs between neighbours in every coordinate and seldom repeats.
 template <class T>
-[[nodiscard]] constexpr T scalar_at(std::uint32_t layer, cache_part part, std::uint64_t token, std::uint32_t head, std::uint32_t d) noexcept {
+[[nodiscard]] constexpr T scalar_at(std::uint32_t layer, cache_part part, std::uint64_t token, std::uint32_t head,
+                                    std::uint32_t d) noexcept {
   std::uint64_t mixed = ((token * 67 + head) * 263 + d) * 4 + 2 * std::uint64_t{layer} + static_cast<std::uint64_t>(part);
   mixed *= 0x9e3779b97f4a7c15U;
   return T::from_bits(static_cast<typename T::bits_type>(mixed >> 40));
@@ -50,7 +51,9 @@ class owned_cache {
   owned_cache(const owned_cache&) = delete;
 
   void fill() {
-    for_each([](T& scalar, std::uint32_t l, cache_part part, std::uint64_t t, std::uint32_t h, std::uint32_t d) { scalar = scalar_at<T>(l, part, t, h, d); });
+    for_each([](T& scalar, std::uint32_t l, cache_part part, std::uint64_t t, std::uint32_t h, std::uint32_t d) {
+      scalar = scalar_at<T>(l, part, t, h, d);
+    });
   }
 
   [[nodiscard]] kv_cache_view<T> view() const { return *kv_cache_view<T>::make(shape_, layers_, tokens_); }
@@ -88,10 +91,12 @@ class owned_cache {
       case layout::nhd_padded: return {nullptr, per_token + 3 * heads + 5, static_cast<std::ptrdiff_t>(dim) + 3};
       case layout::hnd_padded: break;
     }
-    return {nullptr, static_cast<std::ptrdiff_t>(dim) + 2, (static_cast<std::ptrdiff_t>(dim) + 2) * static_cast<std::ptrdiff_t>(tokens + 3)};
+    return {nullptr, static_cast<std::ptrdiff_t>(dim) + 2,
+            (static_cast<std::ptrdiff_t>(dim) + 2) * static_cast<std::ptrdiff_t>(tokens + 3)};
   }
   [[nodiscard]] static std::size_t extent(std::uint32_t heads, std::uint64_t tokens, const strided_tensor<T>& tensor) {
-    return static_cast<std::size_t>(tensor.token_stride) * static_cast<std::size_t>(tokens) + static_cast<std::size_t>(tensor.head_stride) * heads;
+    return static_cast<std::size_t>(tensor.token_stride) * static_cast<std::size_t>(tokens) +
+           static_cast<std::size_t>(tensor.head_stride) * heads;
   }
 
   cache_shape shape_;

@@ -142,6 +142,8 @@ TEST_CASE("paged_kv_cache_view: refuses bad tables and pools") {
   SUBCASE("ids outside the pool") {
     check_refused(make(table, 4, 4, 12), error_code::out_of_range, -1, 0);
     check_refused(make(table, 4, 0, 12), error_code::out_of_range, -1, 0);
+    const std::vector<std::int32_t> negative{-2};
+    check_refused(make(negative, 4, std::numeric_limits<std::uint32_t>::max(), 1), error_code::out_of_range, -1, 0);
     for (const std::int32_t id : {5, 6, -1, -5, std::numeric_limits<std::int32_t>::min(), std::numeric_limits<std::int32_t>::max()}) {
       const std::vector<std::int32_t> bad{4, 0, id};
       check_refused(make(bad, 4, 5, 9), error_code::out_of_range, -1, 8);

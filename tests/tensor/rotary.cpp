@@ -24,7 +24,9 @@ void check_refused(const result<rotary>& made) {
 }  // namespace
 
 TEST_CASE("rotary: frequencies from a base") {
-  for (const auto& [dim, base] : {std::pair{64U, 100000.0}, {128U, 10000.0}, {2U, 500000.0}, {rotary::max_dim, 1.5}}) {
+  for (const auto& each : {std::pair{64U, 100000.0}, {128U, 10000.0}, {2U, 500000.0}, {rotary::max_dim, 1.5}}) {
+    const std::uint32_t dim = each.first;
+    const double base = each.second;
     CAPTURE(dim);
     CAPTURE(base);
     const auto made = rotary::from_base(rotary_pairing::interleaved, dim, base);
@@ -40,7 +42,8 @@ TEST_CASE("rotary: frequencies from a base") {
     CHECK(wrong == 0);
   }
   // The first pair of every base turns by one radian a token: 2^64 / (2 pi).
-  CHECK(std::abs(static_cast<double>(rotary::from_base(rotary_pairing::half_split, 64, 1e4)->turns()[0]) - 0x1p64 / 6.283185307179586) < 4096);
+  CHECK(std::abs(static_cast<double>(rotary::from_base(rotary_pairing::half_split, 64, 1e4)->turns()[0]) - 0x1p64 / 6.283185307179586) <
+        4096);
 }
 
 TEST_CASE("rotary: pairs") {
@@ -88,8 +91,10 @@ TEST_CASE("rotary: refuses impossible descriptions") {
   check_refused(rotary::make(static_cast<rotary_pairing>(~0U), std::span(turns).first(1)));
   CHECK(rotary::make(rotary_pairing::half_split, std::span(turns).first(rotary::max_dim / 2)));
 
-  for (const std::uint32_t dim : {0U, 1U, 63U, rotary::max_dim + 2, ~0U, ~0U - 1}) check_refused(rotary::from_base(rotary_pairing::interleaved, dim, 1e4));
-  for (const double base : {1.0, 0.5, 0.0, -1e4, double{INFINITY}, double{NAN}}) check_refused(rotary::from_base(rotary_pairing::interleaved, 64, base));
+  for (const std::uint32_t dim : {0U, 1U, 63U, rotary::max_dim + 2, ~0U, ~0U - 1})
+    check_refused(rotary::from_base(rotary_pairing::interleaved, dim, 1e4));
+  for (const double base : {1.0, 0.5, 0.0, -1e4, double{INFINITY}, double{NAN}})
+    check_refused(rotary::from_base(rotary_pairing::interleaved, 64, base));
   check_refused(rotary::from_base(rotary_pairing::none, 64, 1e4));
 }
 

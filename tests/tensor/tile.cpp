@@ -36,7 +36,8 @@ std::vector<Bits> gather_checked(const Cache& cache, const tile_shape& shape) {
     for (std::size_t t = 0; t < shape.stride; ++t) {
       const bool inside = t < shape.tokens.size();
       const Bits expected =
-          inside ? static_cast<Bits>(test::scalar_at<T>(shape.layer, shape.part, shape.tokens.begin + t, c / shape.dim, c % shape.dim).bits) : guard;
+          inside ? static_cast<Bits>(test::scalar_at<T>(shape.layer, shape.part, shape.tokens.begin + t, c / shape.dim, c % shape.dim).bits)
+                 : guard;
       wrong += padded[margin + c * shape.stride + t] != expected;
     }
   }
@@ -51,7 +52,8 @@ void scatter_checked(const tile_shape& shape, index_range wanted, const std::vec
   auto expected = cache.memory();
   std::size_t at = 0;
   cache.for_each([&](T& scalar, std::uint32_t l, cache_part part, std::uint64_t t, std::uint32_t h, std::uint32_t d) {
-    if (l != shape.layer || part != shape.part || t < shape.tokens.begin || t >= shape.tokens.end || t < wanted.begin || t >= wanted.end) return;
+    if (l != shape.layer || part != shape.part || t < shape.tokens.begin || t >= shape.tokens.end || t < wanted.begin || t >= wanted.end)
+      return;
     at = static_cast<std::size_t>(&scalar - cache.memory().data());
     expected[at] = test::scalar_at<T>(l, part, t, h, d);
   });

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include <kvexact/bitstream/byte_io.hpp>
@@ -76,7 +77,7 @@ class container_writer {
   container_writer(Sink& sink, container_kind kind) noexcept : sink_(&sink), kind_(kind) {
     write(detail::container_header(kind));
   }
-  /// Continues a container whose sections so far are `sections`; the sink's first byte belongs at offset `resume_offset()`.
+  /// Continues a container whose sections so far are `sections`; the sink's first byte belongs at `offset()`.
   container_writer(Sink& sink, container_kind kind, std::vector<section_entry> sections) noexcept
       : sink_(&sink), kind_(kind), sections_(std::move(sections)) {
     offset_ = sections_.empty() ? detail::container_header_bytes : sections_.back().offset + sections_.back().size;
@@ -92,10 +93,10 @@ class container_writer {
   }
   /// Starts a self-checked section, or continues it when it is the last one.
   [[nodiscard]] result<void> open_section(std::uint32_t id) noexcept {
-    if (!sections_.empty() && sections_.back().id == id) return {};
+    if (!sections_.empty() && sections_.back().id == id && sections_.back().flags == section_entry::self_checked) return {};
     return push({id, section_entry::self_checked, offset_, 0, 0});
   }
-  /// Bytes of the section opened last.
+  /// Bytes of the section opened last; only after `open_section`.
   [[nodiscard]] result<void> append(std::span<const std::byte> bytes) noexcept {
     write(bytes);
     sections_.back().size += bytes.size();

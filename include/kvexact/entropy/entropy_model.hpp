@@ -4,6 +4,7 @@
 #include <concepts>
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <new>
 #include <span>
@@ -83,6 +84,9 @@ class table_set {
     if (tables.empty() || tables.size() > max_tables) return error{error_code::invalid_argument, "a table set holds 1 to 65536 tables"};
     for (const frequency_table& table : tables) {
       if (table.precision() != Precision) return error{error_code::invalid_argument, "a table's precision differs from that of its set"};
+    }
+    if (memory_bytes(tables.size(), use) > static_cast<std::uint64_t>(std::numeric_limits<std::ptrdiff_t>::max())) {
+      return error{error_code::out_of_memory, "coding tables"};  // only where addresses have 32 bits
     }
     table_set set;
     set.size_ = tables.size();

@@ -21,7 +21,7 @@ namespace kvexact {
 /// every value is a cell. Counting cells upwards from zero gives each magnitude a cell number c and each negative value -1 - c, so
 /// numbers grow with the value and no cell is empty. The symbol is cell(x) - cell(mean), with both negated if the mean is negative.
 /// The cell at zero spans many binades: it codes the number of halvings below D in unary and then the mantissa.
-/// A value outside the alphabet, however far or not finite, is escaped and stored as it is.
+/// Infinities and NaNs are cells beyond the largest finite number. A value outside the alphabet is escaped and stored as it is.
 ///
 /// Contexts choose the frequency table. Mean in the fine part ("linear"): sigma/D in quarter octaves and the distance to the binade from
 /// which the format is coarser than D. Mean in the coarse part ("value"): sigma over the mean's ulp in quarter octaves, the place of the
