@@ -65,7 +65,7 @@ class measurement {
       const auto layers = cache->layers<scalar>();
       const auto view = *kv_cache_view<const scalar>::make(cache->about().shape, layers, {0, cache->about().tokens});
       for_each_tile(view, no_prediction{}, cache->about().scales, [&](std::size_t tile, scalar x, double, double, double) {
-        counts_.resize(std::max(counts_.size(), tile + 1), std::vector<double>(2 * ordered_codes<scalar>::half, 0.01));
+        if (tile == counts_.size()) counts_.emplace_back(2 * ordered_codes<scalar>::half, 0.01);
         ++counts_[tile][ordered_codes<scalar>::index(x)];
       }, false);
     }

@@ -3,6 +3,7 @@
 
 // Every header for the host. Each of them can also be included alone.
 #include <kvexact/bitstream/bit_io.hpp>
+#include <kvexact/bitstream/bit_row_avx512.hpp>
 #include <kvexact/bitstream/byte_io.hpp>
 #include <kvexact/bitstream/checksum.hpp>
 #include <kvexact/bitstream/container.hpp>
@@ -17,6 +18,7 @@
 #include <kvexact/codec/stream_format.hpp>
 #include <kvexact/core/config.hpp>
 #include <kvexact/core/instruction_set.hpp>
+#include <kvexact/core/intrinsics.hpp>
 #include <kvexact/core/result.hpp>
 #include <kvexact/core/version.hpp>
 #include <kvexact/core/workspace.hpp>
@@ -25,6 +27,7 @@
 #include <kvexact/entropy/frequency_table.hpp>
 #include <kvexact/entropy/interleaved_rans.hpp>
 #include <kvexact/entropy/lane_vector.hpp>
+#include <kvexact/entropy/lanes_avx512.hpp>
 #include <kvexact/entropy/range_coder.hpp>
 #include <kvexact/numeric/bf16.hpp>
 #include <kvexact/numeric/fixed_point.hpp>
@@ -41,6 +44,7 @@
 #include <kvexact/residual/table_builder.hpp>
 #include <kvexact/residual/table_clusters.hpp>
 #include <kvexact/residual/value_grid.hpp>
+#include <kvexact/residual/value_grid_avx512.hpp>
 #include <kvexact/tensor/cache_shape.hpp>
 #include <kvexact/tensor/kv_cache_view.hpp>
 #include <kvexact/tensor/paged_kv_cache_view.hpp>

@@ -34,6 +34,14 @@ struct forwarded {
   KVEXACT_ALWAYS_INLINE static void run(move_only&& from, int& to) noexcept { to = from.value; }
 };
 
+#ifdef KVEXACT_TARGET_AVX512
+/// A kernel of its own for AVX-512. It says that it ran, which no real one may.
+struct with_own_code {
+  static void run(int& ran) noexcept { ran = 1; }
+  KVEXACT_TARGET_AVX512 static void run_avx512(int& ran) noexcept { ran = 512; }
+};
+#endif
+
 std::vector<instruction_set> available() {
   std::vector<instruction_set> all{instruction_set::baseline};
   for (const instruction_set set : {instruction_set::avx2, instruction_set::avx512})
@@ -75,3 +83,13 @@ TEST_CASE("instruction_set: arguments are forwarded") {
     CHECK(to == 42);
   }
 }
+
+#ifdef KVEXACT_TARGET_AVX512
+TEST_CASE("instruction_set: a kernel's own function for AVX-512 is preferred, for AVX-512 only") {
+  for (const instruction_set set : available()) {
+    int ran = 0;
+    run_on<with_own_code>(set, ran);
+    CHECK(ran == (set == instruction_set::avx512 ? 512 : 1));
+  }
+}
+#endif

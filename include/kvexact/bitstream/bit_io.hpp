@@ -10,6 +10,10 @@
 
 namespace kvexact {
 
+namespace detail {
+struct bit_row_avx512;
+}
+
 /// Writes groups of bits, least significant first, into the caller's buffer. When the buffer is full it stops writing and `finish`
 /// reports the overflow.
 class bit_writer {
@@ -94,6 +98,8 @@ class bit_reader {
   }
 
  private:
+  friend struct detail::bit_row_avx512;
+
   /// At least 57 bits from the read position.
   [[nodiscard]] KVEXACT_ALWAYS_INLINE std::uint64_t peek() const noexcept {
     const std::uint64_t byte = at_ >> 3;

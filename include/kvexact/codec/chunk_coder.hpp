@@ -173,6 +173,35 @@ struct decode_kernel {
     raw_bits = bits_in;
   }
 
+#ifdef KVEXACT_TARGET_AVX512
+  template <class Model>
+  KVEXACT_TARGET_AVX512 static void run_avx512(const tile_job& job, const Model& model, typename Coder::decoder& decoder,
+                                               bit_reader& raw_bits, typename Residual::bits_type* values) noexcept
+    requires requires(typename Coder::decoder::avx512 rows, typename Residual::avx512::row row) { rows.get_row(model, row.table); }
+  {
+    bit_reader bits_in = raw_bits;
+    typename Coder::decoder::avx512 symbols_in(decoder);
+    const std::size_t full = job.tokens / row_lanes * row_lanes;
+    for (std::size_t c = 0; c < job.channels; ++c) {
+      typename Residual::bits_type* const out = values + c * job.stride;
+      const auto channel = Residual::avx512::start(job.sigmas[c] - job.sigma_shift, job.tables);
+      for (std::size_t first = 0; first < full; first += row_lanes) {
+        const auto row = Residual::avx512::prepare(channel, job.means + c * job.stride + first);
+        Residual::avx512::decode(channel, row, symbols_in.get_row(model, row.table), bits_in, out + first);
+      }
+      if (full == job.tokens) continue;
+      symbols_in.stop();
+      typename Residual::row row;
+      std::array<std::uint16_t, row_lanes> tables;
+      prepare_row<Residual>(job, c, full, row, tables.data());
+      decode_short_row(model, row, tables.data(), decoder, bits_in, out + full, static_cast<int>(job.tokens - full));
+      symbols_in = typename Coder::decoder::avx512(decoder);
+    }
+    symbols_in.stop();
+    raw_bits = bits_in;
+  }
+#endif
+
  private:
   template <class Model>
   KVEXACT_NO_INLINE static void decode_short_row(const Model& model, const typename Residual::row& row, const std::uint16_t* tables,

@@ -213,8 +213,8 @@ inline void put_model(byte_writer& out, const model_parameters& model) {
     std::vector<std::byte> file;
     vector_sink sink(file);
     container_writer writer(sink, container_kind::profile);
-    if (const auto added = writer.add_section(detail::profile_section, body); !added) return added.error();
-    if (const auto finished = writer.finish(); !finished) return finished.error();
+    // All that a vector can fail for is memory.
+    if (!writer.add_section(detail::profile_section, body) || !writer.finish()) return error{error_code::out_of_memory, "profile"};
     return file;
   } catch (...) {
     return error{error_code::out_of_memory, "profile"};

@@ -21,3 +21,9 @@
 #else
 #define KVEXACT_NO_INLINE
 #endif
+
+/// KVEXACT_TARGET_AVX512: on functions that use AVX-512 intrinsics; defined where they can be compiled. Call them, or inline them, only from
+/// one another: what lies between must not be a function for another instruction set.
+#if defined(__x86_64__) && defined(__GNUC__)
+#define KVEXACT_TARGET_AVX512 [[gnu::target("avx2,bmi,bmi2,popcnt,avx512f,avx512bw,avx512dq,avx512vl")]]
+#endif

@@ -11,7 +11,7 @@ namespace kvexact {
 /// Instruction sets for which hot loops are compiled. The choice never changes a result.
 enum class instruction_set : std::uint8_t { baseline, avx2, avx512 };
 
-#if defined(__x86_64__) && defined(__GNUC__)
+#ifdef KVEXACT_TARGET_AVX512
 
 /// The widest instruction set that the processor has and the operating system has enabled.
 [[nodiscard]] inline instruction_set best_instruction_set() noexcept {
@@ -30,13 +30,18 @@ template <class Kernel, class... Arguments>
 }
 
 template <class Kernel, class... Arguments>
-[[gnu::target("avx2,bmi,bmi2,avx512f,avx512bw,avx512dq,avx512vl")]] void run_avx512(Arguments&&... arguments) noexcept {
-  Kernel::run(std::forward<Arguments>(arguments)...);
+KVEXACT_TARGET_AVX512 void run_avx512(Arguments&&... arguments) noexcept {
+  if constexpr (requires { Kernel::run_avx512(std::forward<Arguments>(arguments)...); }) {
+    Kernel::run_avx512(std::forward<Arguments>(arguments)...);
+  } else {
+    Kernel::run(std::forward<Arguments>(arguments)...);
+  }
 }
 
 }  // namespace detail
 
-/// Calls Kernel::run(arguments...), which must be KVEXACT_ALWAYS_INLINE with everything it calls, compiled for `set`.
+/// Calls Kernel::run(arguments...), which must be KVEXACT_ALWAYS_INLINE with everything it calls, compiled for `set`. A kernel that has a
+/// KVEXACT_TARGET_AVX512 function run_avx512(arguments...) as well, of the same meaning, is called by that name for AVX-512.
 template <class Kernel, class... Arguments>
 void run_on(instruction_set set, Arguments&&... arguments) noexcept {
   switch (set) {

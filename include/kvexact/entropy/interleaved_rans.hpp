@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -11,6 +12,7 @@
 #include <kvexact/entropy/entropy_coder.hpp>
 #include <kvexact/entropy/entropy_model.hpp>
 #include <kvexact/entropy/lane_vector.hpp>
+#include <kvexact/entropy/lanes_avx512.hpp>
 
 namespace kvexact {
 
@@ -130,6 +132,43 @@ struct interleaved_rans {
       }
       return {};
     }
+
+#ifdef KVEXACT_TARGET_AVX512
+    /// Full rows by AVX-512. Holds the decoder's states in registers: between construction and `stop` nothing else may use the decoder.
+    class avx512 {
+     public:
+      KVEXACT_TARGET_AVX512 KVEXACT_ALWAYS_INLINE explicit avx512(decoder& from) noexcept
+          : from_(&from), lanes_(detail::lanes_avx512::load(from.states_)), read_(from.read_) {}
+      KVEXACT_TARGET_AVX512 KVEXACT_ALWAYS_INLINE void stop() noexcept {
+        lanes_.store(from_->states_);
+        from_->read_ = read_;
+      }
+
+      /// As the decoder's for a full row; contexts and symbols are 16-bit lanes.
+      template <entropy_model Model>
+      KVEXACT_TARGET_AVX512 KVEXACT_ALWAYS_INLINE __m512i get_row(const Model& model, __m512i contexts) noexcept
+        requires(Lanes == detail::lanes_avx512::count && sizeof(decode_slot<Precision>) == 4)
+      {
+        if (from_->end_ - read_ >= 2 * Lanes) {
+          const __m512i symbols = lanes_.advance(model.slots(), contexts);
+          read_ += 2 * lanes_.refill(read_);
+          return symbols;
+        }
+        alignas(64) std::array<std::uint16_t, Lanes> context;
+        std::array<std::uint8_t, Lanes> symbol;
+        _mm512_store_si512(context.data(), contexts);
+        stop();
+        from_->get_carefully(model.slots(), context.data(), symbol.data(), Lanes);
+        *this = avx512(*from_);
+        return _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(symbol.data())));
+      }
+
+     private:
+      decoder* from_;
+      detail::lanes_avx512 lanes_;
+      const std::byte* read_;
+    };
+#endif
 
    private:
     explicit decoder(std::span<const std::byte> coded) noexcept : read_(coded.data() + state_bytes), end_(coded.data() + coded.size()) {}

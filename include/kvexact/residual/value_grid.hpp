@@ -11,6 +11,7 @@
 #include <kvexact/core/config.hpp>
 #include <kvexact/numeric/small_float.hpp>
 #include <kvexact/residual/residual_model.hpp>
+#include <kvexact/residual/value_grid_avx512.hpp>
 
 namespace kvexact {
 
@@ -222,7 +223,15 @@ struct value_grid {
   /// Cell from which the format is coarser than D.
   static constexpr std::int32_t first_coarse_cell = 2 << Format::mantissa_bits;
 
+#ifdef KVEXACT_TARGET_AVX512
+  using avx512 = detail::value_grid_avx512<value_grid>;
+#endif
+
  private:
+#ifdef KVEXACT_TARGET_AVX512
+  friend avx512;
+#endif
+
   static constexpr int mantissa_bits = Format::mantissa_bits;
   static constexpr std::int32_t smallest_step = Format::min_exponent - mantissa_bits;
   static constexpr int most_halvings = 8;
@@ -255,19 +264,19 @@ struct value_grid {
   }
 
   /// floor(log2 cell) for 1 <= cell < first_coarse_cell, 0 for cell 0; by way of the float exponent, which vectorises.
-  [[nodiscard]] KVEXACT_ALWAYS_INLINE static std::int32_t octave_of(std::int32_t cell) noexcept {
+  [[nodiscard]] KVEXACT_ALWAYS_INLINE static constexpr std::int32_t octave_of(std::int32_t cell) noexcept {
     return static_cast<std::int32_t>(std::bit_cast<std::uint32_t>(static_cast<float>(cell | 1)) >> 23) - 127;
   }
 
   /// 0 where the coarse part is out of reach, else classes of the number of cells up to it (half octaves, 1 cell to 45).
-  [[nodiscard]] KVEXACT_ALWAYS_INLINE static std::int32_t distance_class(std::int32_t cells) noexcept {
+  [[nodiscard]] KVEXACT_ALWAYS_INLINE static constexpr std::int32_t distance_class(std::int32_t cells) noexcept {
     const auto square = static_cast<float>(std::clamp(cells, 1, 46) * std::clamp(cells, 1, 46));
     const std::int32_t half_octaves = static_cast<std::int32_t>(std::bit_cast<std::uint32_t>(square) >> 23) - 127;
     return std::clamp(distances - 1 - half_octaves, 0, distances - 1);
   }
 
   /// Place of the mean in its binade: the mantissa itself if it is short, else the distance to the nearer end in octaves.
-  [[nodiscard]] KVEXACT_ALWAYS_INLINE static std::int32_t place_class(std::int32_t mantissa) noexcept {
+  [[nodiscard]] KVEXACT_ALWAYS_INLINE static constexpr std::int32_t place_class(std::int32_t mantissa) noexcept {
     if constexpr ((1 << mantissa_bits) <= places) {
       return mantissa;
     } else {
