@@ -1,0 +1,185 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include <kvexact/codec/options.hpp>
+#include <kvexact/codec/profile_data.hpp>
+#include <kvexact/codec/stream_encoder.hpp>
+#include <kvexact/core/instruction_set.hpp>
+#include <kvexact/core/result.hpp>
+#include <kvexact/entropy/entropy_model.hpp>
+
+#include "example_cache.hpp"
+
+/// The codec behind virtual functions, so that its kernels are compiled once a format and not once a test file, and tests can loop over
+/// all codecs. Everything is passed on as it is.
+namespace kvexact::test {
+
+enum class layout { nhd, hnd, paged_nhd, paged_hnd };
+inline constexpr std::array all_layouts{layout::nhd, layout::hnd, layout::paged_nhd, layout::paged_hnd};
+
+/// The tokens of a cache that a view shows, and how they lie in memory. Paged views start at token 0.
+struct source {
+  const bits_cache* cache = nullptr;
+  index_range tokens;
+  layout how = layout::nhd;
+
+  source(const bits_cache& all, layout lies = layout::nhd) : cache(&all), tokens{0, all.tokens}, how(lies) {}
+  source(const bits_cache& some, index_range of, layout lies = layout::nhd) : cache(&some), tokens(of), how(lies) {}
+};
+using optional_source = std::optional<source>;
+
+/// Keeps what it is given, but refuses one call.
+struct byte_collector {
+  std::vector<std::byte> bytes;
+  std::size_t calls = 0;
+  std::size_t refused_call = ~std::size_t{0};
+
+  bool operator()(std::span<const std::byte> piece) {
+    if (calls++ == refused_call) return false;
+    bytes.insert(bytes.end(), piece.begin(), piece.end());
+    return true;
+  }
+};
+
+class erased_encoder {
+ public:
+  virtual ~erased_encoder() = default;
+  virtual result<void> append(const source& cache, const optional_source& prediction = {}) = 0;
+  virtual result<void> finish() = 0;
+  virtual std::uint64_t resume_offset() const = 0;
+  virtual std::uint64_t tokens() const = 0;
+  virtual std::span<const chunk_record> chunks() const = 0;
+};
+
+struct decode_call {
+  index_range layers;
+  index_range tokens;
+  index_range room;  ///< tokens that the view of the destination shows
+  layout how = layout::nhd;
+  std::optional<std::size_t> workspace_bytes = {};  ///< as many as needed unless given
+};
+
+class erased_decoder {
+ public:
+  virtual ~erased_decoder() = default;
+  /// Fails the running test if memory outside the view of `to` changes.
+  virtual result<void> decode(const decode_call& call, bits_cache& to, const optional_source& prediction = {}) const = 0;
+  virtual std::uint64_t tokens() const = 0;
+  virtual const stream_header& header() const = 0;
+  virtual std::span<const chunk_record> chunks() const = 0;
+  virtual std::size_t workspace_bytes() const = 0;
+  virtual index_range covering_tokens(index_range tokens) const = 0;
+
+  result<void> decode_all(bits_cache& to, const optional_source& prediction = {}, layout how = layout::nhd) const {
+    return decode({{0, header().shape.layers()}, {0, tokens()}, {0, to.tokens}, how}, to, prediction);
+  }
+};
+
+struct encoder_call {
+  std::span<const std::uint32_t> scales = {};
+  encoder_options options = {};
+  std::optional<std::size_t> workspace_bytes = {};
+};
+
+/// A profile made ready.
+class ready_codec {
+ public:
+  virtual ~ready_codec() = default;
+  virtual std::uint64_t hash() const = 0;
+  virtual const cache_shape& shape() const = 0;
+  virtual result<std::unique_ptr<erased_encoder>> begin(byte_collector& sink, const encoder_call& call = {}) const = 0;
+  virtual result<std::unique_ptr<erased_encoder>> resume(byte_collector& sink, std::span<const std::byte> stream,
+                                                         const encoder_call& call = {}) const = 0;
+  virtual result<std::unique_ptr<erased_decoder>> open(std::span<const std::byte> stream,
+                                                       instruction_set set = best_instruction_set()) const = 0;
+
+  /// A whole stream by one call of append.
+  result<std::vector<std::byte>> encode(const source& cache, const optional_source& prediction = {}, const encoder_call& call = {}) const {
+    byte_collector sink;
+    const auto encoder = begin(sink, call);
+    if (!encoder) return encoder.error();
+    if (const auto appended = (*encoder)->append(cache, prediction); !appended) return appended.error();
+    if (const auto finished = (*encoder)->finish(); !finished) return finished.error();
+    return sink.bytes;
+  }
+};
+
+class erased_calibrator {
+ public:
+  virtual ~erased_calibrator() = default;
+  virtual result<void> observe(const source& cache, const optional_source& prediction = {}, std::span<const std::uint32_t> scales = {}) = 0;
+  virtual result<void> next_pass() = 0;
+  virtual result<profile_data> finish() = 0;
+};
+
+class codec_under_test {
+ public:
+  virtual ~codec_under_test() = default;
+  virtual number_format format() const = 0;
+  virtual bool needs_prediction() const = 0;
+  virtual int passes() const = 0;
+  virtual result<std::unique_ptr<erased_calibrator>> calibrate(const cache_shape& shape, const rotary& rotation = {}) const = 0;
+  virtual result<std::unique_ptr<ready_codec>> parse(std::span<const std::byte> profile_file, build_for use = build_for::both) const = 0;
+  virtual result<std::unique_ptr<ready_codec>> make(const profile_data& data, std::uint64_t hash) const = 0;
+  virtual std::size_t encoder_workspace_bytes(const cache_shape& shape, chunk_options options = {}) const = 0;
+
+  std::string name() const { return std::string(to_string(format())) + (needs_prediction() ? " with prediction" : " without model"); }
+  optional_source prediction_of(const example& from) const { return needs_prediction() ? optional_source(from.prediction) : std::nullopt; }
+
+  /// The profile file for some examples.
+  result<std::vector<std::byte>> profile_for(std::span<const example> examples, const rotary& rotation = {},
+                                             std::span<const std::uint32_t> scales = {}) const {
+    const auto calibrator = calibrate(examples.front().cache.shape, rotation);
+    if (!calibrator) return calibrator.error();
+    for (int pass = 0; pass < passes(); ++pass) {
+      for (const example& each : examples) {
+        if (const auto observed = (*calibrator)->observe(each.cache, prediction_of(each), scales); !observed) return observed.error();
+      }
+      if (const auto ended = (*calibrator)->next_pass(); !ended) return ended.error();
+    }
+    const auto data = (*calibrator)->finish();
+    if (!data) return data.error();
+    return serialize_profile(*data);
+  }
+};
+
+/// `codec_without_model` or `codec_with_prediction` of a format.
+const codec_under_test& codec_for(number_format format, bool with_prediction);
+/// As `codec_with_prediction<fp8_e4m3>`, but with the range coder.
+const codec_under_test& codec_with_range_coder();
+
+/// All formats, each without a model and with a prediction.
+inline std::vector<const codec_under_test*> all_codecs() {
+  std::vector<const codec_under_test*> all;
+  for (const number_format format : all_formats)
+    for (const bool with_prediction : {false, true}) all.push_back(&codec_for(format, with_prediction));
+  return all;
+}
+
+/// A codec with the profile for `tokens` tokens of examples. What the calls cannot fail at is not checked again.
+struct prepared {
+  const codec_under_test* codec;
+  std::vector<std::byte> profile;
+  std::unique_ptr<ready_codec> ready;
+
+  prepared(const codec_under_test& of, const cache_shape& shape, const rotary& rotation = {}, std::uint64_t tokens = 300)
+      : prepared(of, std::vector{make_example(shape, tokens, of.format(), 1)}, rotation) {}
+  prepared(const codec_under_test& of, std::span<const example> examples, const rotary& rotation = {},
+           std::span<const std::uint32_t> scales = {})
+      : codec(&of), profile(*of.profile_for(examples, rotation, scales)), ready(*of.parse(profile)) {}
+
+  optional_source prediction_of(const example& from) const { return codec->prediction_of(from); }
+  std::vector<std::byte> encode(const example& from, const encoder_call& call = {}) const {
+    return *ready->encode(from.cache, prediction_of(from), call);
+  }
+};
+
+}  // namespace kvexact::test

@@ -1,0 +1,11 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "codec_instance.hpp"
+
+namespace kvexact::test {
+
+template <>
+const codec_under_test& instance_of<fp16>(bool with_prediction) {
+  return make_instances<fp16>(with_prediction);
+}
+
+}  // namespace kvexact::test

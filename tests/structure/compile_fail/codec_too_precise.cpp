@@ -1,0 +1,6 @@
+// expect: kvexact: the EntropyCoder of a codec must have at most 15 bits of precision
+// SPDX-License-Identifier: Apache-2.0
+#include <kvexact/codec/codec.hpp>
+
+constexpr auto format =
+    kvexact::codec<kvexact::channel_mean, kvexact::value_grid<kvexact::bf16>, kvexact::interleaved_rans<32, 16>>::format;
