@@ -40,8 +40,13 @@ std::vector<std::uint32_t> check_bounded(const prepared& by, const bits_cache& c
   return modes;
 }
 
+struct odd_pattern {
+  const char* name;
+  std::function<std::uint16_t(random_integers&, std::uint64_t)> value;  // of the random numbers and the value's number
+};
+
 /// Patterns that no calibration expects, by format.
-std::vector<std::pair<const char*, std::function<std::uint16_t(random_integers&, std::uint64_t)>>> odd_patterns(number_format format) {
+std::vector<odd_pattern> odd_patterns(number_format format) {
   const bool is_fp8 = bytes_of(format) == 1;
   const auto sign = static_cast<std::uint16_t>(is_fp8 ? 0x80 : 0x8000);
   const auto all = static_cast<std::uint16_t>(is_fp8 ? 0xff : 0xffff);
@@ -89,14 +94,14 @@ TEST_CASE("chunk_coder: whatever a cache holds comes back and grows by at most h
     CAPTURE(codec->name());
     const prepared by(*codec, mixed_shape());
     const example usual = make_example(mixed_shape(), 290, codec->format(), 2);
-    for (const auto& [name, pattern] : odd_patterns(codec->format())) {
-      CAPTURE(name);
+    for (const odd_pattern& pattern : odd_patterns(codec->format())) {
+      CAPTURE(pattern.name);
       random_integers random(3);
       std::uint64_t i = 0;
       bits_cache cache(mixed_shape(), 290);
-      cache.for_each([&](std::uint16_t& bits, auto...) { bits = pattern(random, i++); });
+      cache.for_each([&](std::uint16_t& bits, auto...) { bits = pattern.value(random, i++); });
       const auto modes = check_bounded(by, cache, by.prediction_of(usual));
-      if (std::string(name) == "random bits" && bytes_of(codec->format()) == 2)
+      if (std::string(pattern.name) == "random bits" && bytes_of(codec->format()) == 2)
         CHECK(modes == std::vector<std::uint32_t>(modes.size(), stored));
     }
   }
@@ -107,12 +112,12 @@ TEST_CASE("chunk_coder: whatever a cache was calibrated on, others come back") {
   for (const codec_under_test* const codec : {&codec_for(number_format::bfloat16, false), &codec_for(number_format::float8_e4m3, true),
                                               &codec_for(number_format::float16, true), &codec_for(number_format::float8_e5m2, false)}) {
     CAPTURE(codec->name());
-    for (const std::size_t pattern : {1U, 2U, 8U, 9U, 13U}) {
-      const auto [name, of_value] = odd_patterns(codec->format())[pattern];
-      CAPTURE(name);
+    for (const std::size_t which : {1U, 2U, 8U, 9U, 13U}) {
+      const odd_pattern pattern = odd_patterns(codec->format())[which];
+      CAPTURE(pattern.name);
       random_integers random(4);
       std::vector<example> examples{make_example(mixed_shape(), 64, codec->format(), 5)};
-      examples[0].cache.for_each([&, &make = of_value](std::uint16_t& bits, auto...) { bits = make(random, 0); });
+      examples[0].cache.for_each([&](std::uint16_t& bits, auto...) { bits = pattern.value(random, 0); });
       const prepared by(*codec, examples);
       const example usual = make_example(mixed_shape(), 70, codec->format(), 6);
       check_bounded(by, examples[0].cache, by.prediction_of(examples[0]));

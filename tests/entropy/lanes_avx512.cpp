@@ -42,8 +42,8 @@ class lanes_under_test : public scalar_lanes<32> {
 
 using coder = interleaved_rans<>;
 
-KVEXACT_TARGET_AVX512 void decode_rows(coder::decoder& decoder, const table_set<12>& model, const std::uint16_t* contexts, std::uint16_t* symbols,
-                                       std::size_t rows) {
+KVEXACT_TARGET_AVX512 void decode_rows(coder::decoder& decoder, const table_set<12>& model, const std::uint16_t* contexts,
+                                       std::uint16_t* symbols, std::size_t rows) {
   coder::decoder::avx512 fast(decoder);
   for (std::size_t r = 0; r < rows; ++r) _mm512_storeu_si512(symbols + 32 * r, fast.get_row(model, _mm512_loadu_si512(contexts + 32 * r)));
   fast.stop();

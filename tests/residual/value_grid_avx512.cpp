@@ -39,7 +39,8 @@ struct outcome {
 };
 
 template <class Format>
-outcome<Format> plain(const std::uint32_t* means, std::int32_t sigma, const std::uint16_t* tables, const std::uint8_t* symbols, bit_reader& reader) {
+outcome<Format> plain(const std::uint32_t* means, std::int32_t sigma, const std::uint16_t* tables, const std::uint8_t* symbols,
+                      bit_reader& reader) {
   using grid = value_grid<Format>;
   std::array<std::int32_t, lanes> sigmas;
   sigmas.fill(sigma);
@@ -61,7 +62,8 @@ KVEXACT_TARGET_AVX512 outcome<Format> by_avx512(const std::uint32_t* means, std:
   const auto channel = grid::start(sigma, tables);
   const auto row = grid::prepare(channel, means);
   _mm512_storeu_si512(out.tables.data(), row.table);
-  grid::decode(channel, row, _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(symbols))), reader, out.values.data());
+  const __m512i wide_symbols = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(symbols)));
+  grid::decode(channel, row, wide_symbols, reader, out.values.data());
   bit_reader further = reader;
   out.next_bits = further.get(32);
   return out;

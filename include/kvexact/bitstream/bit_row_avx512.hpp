@@ -7,7 +7,6 @@
 
 #ifdef KVEXACT_TARGET_AVX512
 
-#include <array>
 #include <cstddef>
 #include <cstdint>
 
@@ -35,7 +34,8 @@ struct bit_row_avx512 {
     const __m512i shift = _mm512_and_si512(begin, _mm512_set1_epi16(15));
     const __m512i low = _mm512_permutexvar_epi16(word, window);
     const __m512i high = _mm512_permutexvar_epi16(_mm512_add_epi16(word, _mm512_set1_epi16(1)), window);
-    const __m512i bits = _mm512_or_si512(_mm512_srlv_epi16(low, shift), _mm512_sllv_epi16(high, _mm512_sub_epi16(_mm512_set1_epi16(16), shift)));
+    const __m512i rest = _mm512_sub_epi16(_mm512_set1_epi16(16), shift);
+    const __m512i bits = _mm512_or_si512(_mm512_srlv_epi16(low, shift), _mm512_sllv_epi16(high, rest));
     reader.at_ += static_cast<std::uint32_t>(_mm_extract_epi16(_mm512_extracti32x4_epi32(ends, 3), 7));
     return _mm512_andnot_si512(_mm512_sllv_epi16(_mm512_set1_epi16(-1), counts), bits);
   }

@@ -83,7 +83,8 @@ class byte_reader {
   bool ok_ = true;
 };
 
-/// Where an encoder's bytes go: called with consecutive pieces, returns false if it can take no more.
+/// Where an encoder's bytes go: called with consecutive pieces, returns false if it can take no more. It must not
+/// throw.
 template <class S>
 concept byte_sink = requires(S& sink, std::span<const std::byte> bytes) {
   { sink(bytes) } -> std::same_as<bool>;

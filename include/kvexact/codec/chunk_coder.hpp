@@ -25,6 +25,9 @@
 
 namespace kvexact::detail {
 
+// Checksums of values and predictions are taken over them as they lie in memory.
+static_assert(std::endian::native == std::endian::little, "kvexact: the codec needs a little-endian machine");
+
 /// Memory that coding one chunk needs, carved from the caller's workspace.
 template <class Residual>
 struct chunk_buffers {

@@ -21,7 +21,8 @@ struct chunk_options {
 
 namespace detail {
 
-/// Cuts the tokens [begin, end) over all layers into chunks and calls visit(record) for each until it returns false.
+/// Cuts the tokens [begin, end) over all layers into chunks and calls visit(record) for each until it returns false. Values count
+/// without padding, so that a few tokens of a wide model still share a chunk's fixed cost; padding only limits the size.
 template <class Visit>
 void for_each_chunk(const cache_shape& shape, chunk_options options, index_range tokens, Visit&& visit) {
   std::uint64_t widest = 1;
@@ -32,14 +33,19 @@ void for_each_chunk(const cache_shape& shape, chunk_options options, index_range
   const std::uint64_t step = rows * row_lanes;
   for (std::uint64_t token = tokens.begin; token < tokens.end;) {
     const std::uint64_t band_end = std::min(tokens.end, token / step * step + step);
-    for (std::uint64_t layer = 0; layer < shape.layers();) {
-      std::uint64_t end = layer + 1;
-      while (end < shape.layers() && padded_values(shape, {layer, end + 1}, band_end - token) <= most_values) ++end;
+    const std::uint64_t band = band_end - token;
+    for (std::uint32_t layer = 0; layer < shape.layers();) {
+      std::uint32_t end = layer;
+      std::uint64_t channels = 0;
+      do {
+        channels += shape.layer(end++).channels();
+      } while (end < shape.layers() && (channels + shape.layer(end).channels()) * band <= most_values &&
+               (channels + shape.layer(end).channels()) * pad_to_rows(band) <= max_chunk_values);
       chunk_record record;
-      record.layer_begin = static_cast<std::uint32_t>(layer);
-      record.layer_count = static_cast<std::uint32_t>(end - layer);
+      record.layer_begin = layer;
+      record.layer_count = end - layer;
       record.token_begin = token;
-      record.token_count = static_cast<std::uint32_t>(band_end - token);
+      record.token_count = static_cast<std::uint32_t>(band);
       if (!visit(record)) return;
       layer = end;
     }

@@ -14,6 +14,7 @@
 #include <kvexact/core/result.hpp>
 #include <kvexact/entropy/frequency_table.hpp>
 #include <kvexact/numeric/number_format.hpp>
+#include <kvexact/residual/table_clusters.hpp>
 #include <kvexact/tensor/cache_shape.hpp>
 #include <kvexact/tensor/rotary.hpp>
 
@@ -69,6 +70,8 @@ struct profile_data {
 namespace detail {
 
 inline constexpr std::uint32_t profile_section = 16;
+/// Tables of one model; bounds what a profile can make its readers allocate, some 20 KB a table.
+inline constexpr std::uint32_t most_tables = most_clustered_tables;
 
 /// Layers as runs of equal ones: u32 runs, then per run u32 count, kv heads, key dim, value dim.
 inline void put_shape(byte_writer& out, const cache_shape& shape) {
@@ -166,7 +169,7 @@ inline void put_model(byte_writer& out, const model_parameters& model) {
   const std::uint64_t channels = data.shape.channels();
   const std::uint64_t tile_contexts = std::uint64_t{count_tiles(data.shape)} * data.tile_contexts;
   if (!in.ok()) return error{error_code::truncated, "model header"};
-  if (has_means > 1 || tables == 0 || tables > 65536) return error{error_code::corrupt, "model header"};
+  if (has_means > 1 || tables == 0 || tables > most_tables) return error{error_code::corrupt, "model header"};
   const std::uint64_t needed = channels * (has_means ? 6U : 2U) + 2 * (data.shared_contexts + tile_contexts) + 6 * std::uint64_t{tables};
   if (needed > in.remaining()) return error{error_code::truncated, "model parameters"};
   if (has_means) {

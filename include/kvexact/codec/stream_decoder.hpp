@@ -151,25 +151,26 @@ class stream_decoder {
 
  private:
   stream_decoder(const profile<Codec>& parameters, opened_stream stream, instruction_set set) noexcept
-      : profile_(&parameters), stream_(std::move(stream)), set_(set) {}
+      : profile_(&parameters), stream_(std::move(stream)), set_(set) {
+    for (const chunk_record& record : chunks()) {
+      most_values_ = std::max(most_values_, detail::padded_values(shape(), record.layers(), record.token_count));
+      most_tile_ = std::max(most_tile_, detail::largest_tile(shape(), record));
+    }
+  }
 
   [[nodiscard]] static constexpr bool touches(index_range a, index_range b) noexcept {
     return std::max(a.begin, b.begin) < std::min(a.end, b.end);
   }
 
   [[nodiscard]] detail::chunk_buffers<typename Codec::residual_model_type> take_buffers(workspace& memory) const noexcept {
-    std::uint64_t most_values = 0;
-    std::uint64_t most_tile = 0;
-    for (const chunk_record& record : chunks()) {
-      most_values = std::max(most_values, detail::padded_values(shape(), record.layers(), record.token_count));
-      most_tile = std::max(most_tile, detail::largest_tile(shape(), record.token_count));
-    }
-    return detail::chunk_buffers<typename Codec::residual_model_type>::take(memory, static_cast<std::size_t>(most_values), static_cast<std::size_t>(most_tile), false);
+    return detail::chunk_buffers<typename Codec::residual_model_type>::take(memory, static_cast<std::size_t>(most_values_), static_cast<std::size_t>(most_tile_), false);
   }
 
   const profile<Codec>* profile_;
   opened_stream stream_;
   instruction_set set_;
+  std::uint64_t most_values_ = 0;  // of any chunk, padded
+  std::uint64_t most_tile_ = 0;
 };
 
 }  // namespace kvexact

@@ -157,14 +157,16 @@ class stream_encoder {
                                                                                               workspace& memory) noexcept {
     std::uint64_t most_values = 0;
     std::uint64_t most_tile = 0;
-    // Bands after the first are never larger than a band that starts at a multiple of the chunk size.
-    detail::for_each_chunk(shape, options, {0, std::uint64_t{1} << 22}, [&](const chunk_record& record) {
-      most_values = std::max(most_values, detail::padded_values(shape, record.layers(), record.token_count));
-      most_tile = detail::largest_tile(shape, record.token_count);
-      return record.layers().end < shape.layers();
-    });
-    // Short bands take more layers into a chunk.
-    most_values = std::max<std::uint64_t>(most_values, std::min<std::uint64_t>(options.values_per_chunk, max_chunk_values));
+    // A full band has the largest tiles; the largest chunks are those of a full band or of one row, into which most layers fit.
+    for (const std::uint64_t tokens : {std::uint64_t{1}, max_chunk_values}) {
+      detail::for_each_chunk(shape, options, {0, tokens}, [&](const chunk_record& record) {
+        most_values = std::max(most_values, detail::padded_values(shape, record.layers(), record.token_count));
+        most_tile = std::max(most_tile, detail::largest_tile(shape, record));
+        return record.layers().end < shape.layers();
+      });
+    }
+    // Bands in between pad by less than a factor of two.
+    most_values = std::max(most_values, std::min(2 * std::uint64_t{options.values_per_chunk}, max_chunk_values));
     return detail::chunk_buffers<typename Codec::residual_model_type>::take(memory, static_cast<std::size_t>(most_values), static_cast<std::size_t>(most_tile), true);
   }
   [[nodiscard]] result<void> take_memory(std::span<std::byte> memory) noexcept {

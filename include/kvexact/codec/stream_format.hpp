@@ -198,11 +198,14 @@ inline void put_record(byte_writer& out, const chunk_record& record) {
   return channels * pad_to_rows(tokens);
 }
 
-/// Padded values of the largest tile of a band of `tokens` tokens.
-[[nodiscard]] inline std::uint64_t largest_tile(const cache_shape& shape, std::uint64_t tokens) noexcept {
+/// Padded values of the largest tile of a chunk.
+[[nodiscard]] inline std::uint64_t largest_tile(const cache_shape& shape, const chunk_record& record) noexcept {
   std::uint64_t channels = 0;
-  for (const layer_shape& layer : shape.all()) channels = std::max<std::uint64_t>({channels, layer.channels(cache_part::key), layer.channels(cache_part::value)});
-  return channels * pad_to_rows(tokens);
+  for (std::uint64_t l = record.layers().begin; l < record.layers().end; ++l) {
+    const layer_shape& layer = shape.layer(static_cast<std::uint32_t>(l));
+    channels = std::max<std::uint64_t>({channels, layer.channels(cache_part::key), layer.channels(cache_part::value)});
+  }
+  return channels * pad_to_rows(record.token_count);
 }
 
 struct stream_index {

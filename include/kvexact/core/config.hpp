@@ -22,8 +22,8 @@
 #define KVEXACT_NO_INLINE
 #endif
 
-/// KVEXACT_TARGET_AVX512: on functions that use AVX-512 intrinsics; defined where they can be compiled. Call them, or inline them, only from
-/// one another: what lies between must not be a function for another instruction set.
+/// KVEXACT_TARGET_AVX512: on functions that use AVX-512 intrinsics; defined where they can be compiled. Such functions can be inlined into
+/// one another only, so no other function may lie between the kernel and an intrinsic.
 #if defined(__x86_64__) && defined(__GNUC__)
 #define KVEXACT_TARGET_AVX512 [[gnu::target("avx2,bmi,bmi2,popcnt,avx512f,avx512bw,avx512dq,avx512vl")]]
 #endif

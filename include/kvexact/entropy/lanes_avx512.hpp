@@ -65,13 +65,15 @@ class lanes_avx512 {
 
  private:
   template <int P>
-  KVEXACT_TARGET_AVX512 KVEXACT_ALWAYS_INLINE static __m512i advance_half(const decode_slot<P>* slots, __m256i contexts, __m512i& x) noexcept {
+  KVEXACT_TARGET_AVX512 KVEXACT_ALWAYS_INLINE static __m512i advance_half(const decode_slot<P>* slots, __m256i contexts,
+                                                                           __m512i& x) noexcept {
     const __m512i mask = _mm512_set1_epi32((1 << P) - 1);
     const __m512i field = _mm512_set1_epi32(static_cast<int>(decode_slot<P>::field_mask));
     const __m512i first = _mm512_slli_epi32(_mm512_cvtepu16_epi32(contexts), P);
     const __m512i slot = _mm512_i32gather_epi32(_mm512_or_si512(first, _mm512_and_si512(x, mask)), slots, 4);
     const __m512i quotient = _mm512_srli_epi32(x, P);
-    const __m512i frequency = _mm512_add_epi32(_mm512_and_si512(_mm512_srli_epi32(slot, decode_slot<P>::field_bits), field), _mm512_set1_epi32(1));
+    const __m512i less_one = _mm512_and_si512(_mm512_srli_epi32(slot, decode_slot<P>::field_bits), field);
+    const __m512i frequency = _mm512_add_epi32(less_one, _mm512_set1_epi32(1));
     x = _mm512_add_epi32(_mm512_mullo_epi32(frequency, quotient), _mm512_and_si512(slot, field));
     return slot;
   }

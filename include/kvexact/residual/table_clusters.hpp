@@ -24,6 +24,9 @@ struct context_counts {
   std::array<std::uint64_t, static_cast<std::size_t>(Grid::alphabet)> counts{};
 };
 
+/// Most tables that a model may have.
+inline constexpr std::uint32_t most_clustered_tables = 4096;
+
 /// Few tables for many contexts, and which context uses which.
 struct table_clusters {
   std::vector<frequency_table> tables;
@@ -51,12 +54,12 @@ template <class Grid>
 /// find a table too. From the most frequent context down, each takes the table that codes it best, or founds a new one where that would
 /// cost more than `tolerance` bits a value and `table_bits` bits in all; then tables are made anew from all their contexts, and the
 /// contexts choose once more.
-/// Errors: unsupported (more than 65536 tables), out_of_memory, those of frequency_table.
+/// Errors: unsupported (more than `most_clustered_tables`), out_of_memory, those of frequency_table.
 template <class Grid>
 [[nodiscard]] result<table_clusters> cluster_contexts(std::span<const context_counts<Grid>> contexts, int precision) noexcept {
   constexpr double prior_strength = 16;
   constexpr double tolerance = 0.002;
-  constexpr double table_bits = 1000;
+  constexpr double table_bits = 250;
   constexpr std::size_t alphabet = static_cast<std::size_t>(Grid::alphabet);
   using weights = std::array<float, alphabet>;
   try {
@@ -101,7 +104,7 @@ template <class Grid>
       if (!own) return own.error();
       const weights own_bits = detail::symbol_bits<Grid>(*own);
       if (best_cost - cost(weight, own_bits) <= tolerance * seen[i] + table_bits) continue;
-      if (clusters.tables.size() == 65536) return error{error_code::unsupported, "more than 65536 frequency tables"};
+      if (clusters.tables.size() == most_clustered_tables) return error{error_code::unsupported, "more than 4096 frequency tables"};
       clusters.table_of[i] = static_cast<std::uint16_t>(clusters.tables.size());
       clusters.tables.push_back(*own);
       bits.push_back(own_bits);

@@ -18,8 +18,8 @@
 
 namespace kvexact::detail {
 
-/// `value_grid` by AVX-512 for full rows of one channel, on 32 lanes of 16 bits: all cells and codes fit, and what depends on sigma alone is
-/// the same in all lanes. `Grid` is a value_grid.
+/// `value_grid` by AVX-512 for full rows of one channel, on 32 lanes of 16 bits: all cells and codes fit, and what depends on sigma alone
+/// is the same in all lanes. `Grid` is a value_grid.
 template <class Grid>
 class value_grid_avx512 {
  public:
@@ -83,7 +83,8 @@ class value_grid_avx512 {
     for (std::uint32_t rest = ~linear; rest != 0;) {
       const std::int32_t one = ulps[static_cast<std::size_t>(std::countr_zero(rest))];
       const __mmask32 alike = _mm512_mask_cmpeq_epi16_mask(rest, ulp, set(one));
-      const std::int32_t value_class = std::clamp(in.sigma_in_quarters + Grid::value_class_of_one - 4 * one, 0, Grid::value_classes - 1);
+      const std::int32_t unbounded = in.sigma_in_quarters - 4 * one + Grid::value_class_of_one;
+      const std::int32_t value_class = std::clamp(unbounded, 0, Grid::value_classes - 1);
       const std::uint16_t* const tables = in.tables + value_class * (Grid::places * Grid::offsets);
       const __m512i table = _mm512_permutex2var_epi16(_mm512_loadu_si512(tables), context, _mm512_loadu_si512(tables + 32));
       out.table = _mm512_mask_mov_epi16(out.table, alike, table);
@@ -104,9 +105,11 @@ class value_grid_avx512 {
     const __m512i count =
         _mm512_maskz_min_epi16(linear, _mm512_sub_epi16(set(mantissa_bits), octave), set(in.step - Grid::smallest_step));
     const __m512i binades_up = _mm512_max_epi16(_mm512_add_epi16(octave, set(in.step - format::min_exponent)), set(0));
-    const __m512i above = _mm512_mask_slli_epi16(set((in.step - Grid::smallest_step) * (1 << mantissa_bits)), linear, binades_up, mantissa_bits);
+    const __m512i coarse_start = set((in.step - Grid::smallest_step) * (1 << mantissa_bits));
+    const __m512i above = _mm512_mask_slli_epi16(coarse_start, linear, binades_up, mantissa_bits);
     const __m512i code = _mm512_add_epi16(_mm512_sllv_epi16(cell, count), above);
-    const __m512i sign = _mm512_xor_si512(_mm512_srli_epi16(_mm512_and_si512(signed_cell, set(0x8000)), 16 - format::bit_count), of.sign);
+    const __m512i below_zero = _mm512_srli_epi16(_mm512_and_si512(signed_cell, set(0x8000)), 16 - format::bit_count);
+    const __m512i sign = _mm512_xor_si512(below_zero, of.sign);
     const __m512i raw = bit_row_avx512::get(reader, _mm512_maskz_mov_epi16(~apart, count));
     const __m512i magnitude = _mm512_or_si512(_mm512_and_si512(code, set(format::magnitude_mask)), raw);
     const __m512i value = _mm512_or_si512(magnitude, sign);
@@ -131,12 +134,15 @@ class value_grid_avx512 {
   static_assert(Grid::places * Grid::offsets == 64);
   static_assert(32 * mantissa_bits <= bit_row_avx512::most_bits);
 
-  KVEXACT_TARGET_AVX512 KVEXACT_ALWAYS_INLINE static __m512i set(int value) noexcept { return _mm512_set1_epi16(static_cast<short>(value)); }
+  KVEXACT_TARGET_AVX512 KVEXACT_ALWAYS_INLINE static __m512i set(int value) noexcept {
+    return _mm512_set1_epi16(static_cast<short>(value));
+  }
 
   /// The distance class of each number of cells from 0 to 63.
   alignas(64) static constexpr std::array<std::uint16_t, 64> distance_classes = [] {
     std::array<std::uint16_t, 64> classes{};
-    for (int cells = 0; cells < 64; ++cells) classes[static_cast<std::size_t>(cells)] = static_cast<std::uint16_t>(Grid::distance_class(cells));
+    for (std::size_t cells = 0; cells < classes.size(); ++cells)
+      classes[cells] = static_cast<std::uint16_t>(Grid::distance_class(static_cast<std::int32_t>(cells)));
     return classes;
   }();
 
@@ -157,7 +163,8 @@ class value_grid_avx512 {
       // Subnormal numbers of binary32 are far below an eighth of any ulp here: an implied bit too many does not show.
       const __m512i significand = _mm512_or_si512(_mm512_and_si512(magnitude, _mm512_set1_epi32(0x7fffff)), _mm512_set1_epi32(0x800000));
       const __m512i binade = _mm512_max_epi32(biased, _mm512_set1_epi32(format::min_exponent + 127));
-      const __m512i kept = _mm512_srlv_epi32(significand, _mm512_add_epi32(_mm512_sub_epi32(binade, biased), _mm512_set1_epi32(20 - mantissa_bits)));
+      const __m512i drop = _mm512_add_epi32(_mm512_sub_epi32(binade, biased), _mm512_set1_epi32(20 - mantissa_bits));
+      const __m512i kept = _mm512_srlv_epi32(significand, drop);
       const __m512i binades_up = _mm512_sub_epi32(binade, _mm512_set1_epi32(format::min_exponent + 127));
       return {_mm512_add_epi32(kept, _mm512_slli_epi32(binades_up, mantissa_bits + 3)), nonzero};
     }
@@ -173,8 +180,10 @@ class value_grid_avx512 {
       constexpr int top = (1 << mantissa_bits) - 16;
       alignas(64) static constexpr std::array<std::uint16_t, 32> places = [] {
         std::array<std::uint16_t, 32> all{};
-        for (int i = 0; i < bottom + 16; ++i)
-          all[static_cast<std::size_t>(i)] = static_cast<std::uint16_t>(Grid::offsets * Grid::place_class(i <= bottom ? i : i - bottom + top));
+        for (int i = 0; i < bottom + 16; ++i) {
+          const std::int32_t place = Grid::place_class(i <= bottom ? i : i - bottom + top);
+          all[static_cast<std::size_t>(i)] = static_cast<std::uint16_t>(Grid::offsets * place);
+        }
         return all;
       }();
       const __m512i index = _mm512_add_epi16(_mm512_min_epu16(mantissa, set(bottom)), _mm512_subs_epu16(mantissa, set(top)));
