@@ -36,7 +36,7 @@ bool holds_just(bits_cache& decoded, const bits_cache& from, index_range layers,
   return right;
 }
 
-/// A stream of bands of 32 tokens and two chunks in each.
+/// A stream of bands of 32 tokens and two chunks in each; a short band may need one only.
 struct sample {
   prepared by;
   example from;
@@ -57,7 +57,7 @@ TEST_CASE("stream_decoder: any range of layers and tokens decodes alone and touc
     const sample all(*codec, 41);
     const auto decoder = all.by.ready->open(all.stream);
     REQUIRE(decoder);
-    REQUIRE((*decoder)->chunks().size() == 4);
+    REQUIRE((*decoder)->chunks().size() == 3);  // two in the full band, one in the short one
     for (std::uint64_t layer = 0; layer <= 3; ++layer) {
       for (std::uint64_t layer_end = layer; layer_end <= 3; ++layer_end) {
         for (std::uint64_t token = 0; token <= 41; ++token) {

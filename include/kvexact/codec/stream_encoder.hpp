@@ -44,7 +44,7 @@ class stream_encoder {
  public:
   using scalar = typename Codec::scalar;
 
-  /// Bytes of workspace for any cache of this shape: at most 64 MiB, some 4 to 8 MiB for usual models.
+  /// Bytes of workspace for any cache of this shape: at most 26 MiB.
   [[nodiscard]] static std::size_t workspace_bytes(const cache_shape& shape, chunk_options options = {}) noexcept {
     workspace counter;
     (void)take_buffers(shape, options, counter);
