@@ -111,7 +111,7 @@ TEST_CASE("chunk_coder: one or two random tokens of a wide model grow as little"
   const codec_under_test& codec = codec_for(number_format::float8_e4m3, false);
   const auto shape = make_shape(std::vector<layer_shape>(32, layer_shape{8, 640, 512}));
   const prepared by(codec, shape);
-  for (const std::uint64_t tokens : {1, 2}) {
+  for (const std::uint64_t tokens : {1U, 2U}) {
     random_integers random(tokens);
     bits_cache cache(shape, tokens);
     cache.for_each([&](std::uint16_t& bits, auto...) { bits = static_cast<std::uint16_t>(random.next() & 0xff); });
