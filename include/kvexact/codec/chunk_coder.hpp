@@ -148,6 +148,14 @@ struct code_kernel {
   }
 };
 
+#ifdef KVEXACT_TARGET_AVX512
+/// Both policies do full rows by AVX-512.
+template <class Residual, class Coder, class Model>
+concept has_avx512_rows = requires(typename Coder::decoder::avx512 rows, typename Residual::avx512::row row, const Model& model) {
+  rows.get_row(model, row.table);
+};
+#endif
+
 template <class Residual, class Coder>
 struct decode_kernel {
   template <class Model>
@@ -180,7 +188,7 @@ struct decode_kernel {
   template <class Model>
   KVEXACT_TARGET_AVX512 static void run_avx512(const tile_job& job, const Model& model, typename Coder::decoder& decoder,
                                                bit_reader& raw_bits, typename Residual::bits_type* values) noexcept
-    requires requires(typename Coder::decoder::avx512 rows, typename Residual::avx512::row row) { rows.get_row(model, row.table); }
+    requires has_avx512_rows<Residual, Coder, Model>
   {
     bit_reader bits_in = raw_bits;
     typename Coder::decoder::avx512 symbols_in(decoder);
