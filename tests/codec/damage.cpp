@@ -229,7 +229,7 @@ TEST_CASE("damage: a flip in one chunk leaves all others readable") {
 }
 
 TEST_CASE("damage: sealing alone changes nothing, and reaches the chunks") {
-  // The tests below mean little if the helper is wrong.
+  // The tests below mean little if the sealing is wrong.
   for (const number_format format : {number_format::bfloat16, number_format::float8_e4m3}) {
     victim whole(format);
     std::vector<std::byte> sealed = whole.stream;
