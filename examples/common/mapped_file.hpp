@@ -16,9 +16,11 @@
 
 namespace kvexact::examples {
 
-/// A regular file mapped for reading.
+/// A regular file mapped for reading; a default one is empty.
 class mapped_file {
  public:
+  mapped_file() noexcept : mapped_file(nullptr, 0) {}
+
   [[nodiscard]] static outcome<mapped_file> open(const std::string& path) noexcept {
     const auto io = [&path](const char* action) {
       return failure{error_code::invalid_argument, path + ": " + action + ": " + std::generic_category().message(errno)};

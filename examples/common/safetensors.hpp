@@ -5,12 +5,10 @@
 #include <array>
 #include <bit>
 #include <cassert>
-#include <cerrno>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <exception>
-#include <fcntl.h>
 #include <map>
 #include <memory>
 #include <numeric>
@@ -18,14 +16,12 @@
 #include <span>
 #include <string>
 #include <string_view>
-#include <sys/mman.h>
-#include <sys/stat.h>
-#include <unistd.h>
 #include <utility>
 #include <vector>
 
 #include <nlohmann/json.hpp>
 
+#include <common/mapped_file.hpp>
 #include <common/outcome.hpp>
 #include <common/output_file.hpp>
 
@@ -289,31 +285,20 @@ class safetensors_file {
   }
 
  private:
-  struct unmap {
-    std::size_t size;
-    void operator()(std::byte* address) const noexcept { ::munmap(address, size); }
-  };
-
   safetensors_file() = default;
 
   failure bad(error_code code, const std::string& text) const { return {code, path_ + ": " + text}; }
 
   status load() {
-    const int descriptor = ::open(path_.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
-    if (descriptor < 0) return detail::io_failure(error_code::invalid_argument, path_, "cannot open", errno);
-    struct stat attributes {};
-    const bool regular = ::fstat(descriptor, &attributes) == 0 && S_ISREG(attributes.st_mode);
-    const std::size_t size = regular ? static_cast<std::size_t>(attributes.st_size) : 0;
-    void* const address = size == 0 ? MAP_FAILED : ::mmap(nullptr, size, PROT_READ, MAP_PRIVATE, descriptor, 0);
-    const int number = errno;
-    ::close(descriptor);
-    if (!regular) return bad(error_code::invalid_argument, "not a regular file");
+    auto opened = mapped_file::open(path_);
+    if (!opened) return opened.error();
+    map_ = *std::move(opened);
+    const std::byte* const bytes = map_.bytes().data();
+    const std::size_t size = map_.bytes().size();
     if (size < 8) return bad(error_code::truncated, "shorter than the 8 bytes of a safetensors header length");
-    if (address == MAP_FAILED) return detail::io_failure(error_code::invalid_argument, path_, "cannot map", number);
-    map_ = {static_cast<std::byte*>(address), unmap{size}};
 
     std::uint64_t length = 0;
-    std::memcpy(&length, map_.get(), sizeof length);
+    std::memcpy(&length, bytes, sizeof length);
     if (length > detail::longest_safetensors_header) {
       return bad(error_code::corrupt, "claims a header of " + std::to_string(length) + " bytes (not a safetensors file?)");
     }
@@ -321,11 +306,11 @@ class safetensors_file {
       return bad(error_code::truncated,
                  "the header needs " + std::to_string(length) + " bytes, the file holds " + std::to_string(size - 8));
     }
-    const char* const text = reinterpret_cast<const char*>(map_.get()) + 8;
+    const char* const text = reinterpret_cast<const char*>(bytes) + 8;
     detail::safetensors_header header;
     if (!nlohmann::json::sax_parse(text, text + length, &header)) return bad(error_code::corrupt, header.problem);
     metadata_ = std::move(header.metadata);
-    return place(std::move(header.entries), {map_.get() + 8 + length, size - 8 - static_cast<std::size_t>(length)});
+    return place(std::move(header.entries), {bytes + 8 + length, size - 8 - static_cast<std::size_t>(length)});
   }
 
   status place(std::vector<detail::safetensors_header::entry> entries, std::span<const std::byte> data) {
@@ -370,7 +355,7 @@ class safetensors_file {
   }
 
   std::string path_;
-  std::unique_ptr<std::byte, unmap> map_{nullptr, unmap{0}};
+  mapped_file map_;
   std::vector<std::unique_ptr<std::byte[]>> copies_;
   std::vector<tensor> tensors_;
   std::map<std::string, std::size_t, std::less<>> index_;
