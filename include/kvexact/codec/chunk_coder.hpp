@@ -326,16 +326,19 @@ class chunk_coder {
   }
 
  private:
+  [[nodiscard]] tile_shape tile_of(const chunk_record& record, std::uint32_t layer, cache_part part) const noexcept {
+    const layer_shape& shape = profile_->shape().layer(layer);
+    return {layer, part, record.tokens(), shape.kv_heads, shape.dim(part), static_cast<std::size_t>(pad_to_rows(record.token_count))};
+  }
+
   /// Calls visit(tile shape, tile number) in coding order.
   template <class Visit>
   void for_each_tile(const chunk_record& record, Visit&& visit) const noexcept {
     for (std::uint64_t l = record.layer_begin; l < record.layers().end; ++l) {
       const auto layer = static_cast<std::uint32_t>(l);
       for (const cache_part part : cache_parts) {
-        const layer_shape& shape = profile_->shape().layer(layer);
-        if (shape.channels(part) == 0) continue;
-        visit(tile_shape{layer, part, record.tokens(), shape.kv_heads, shape.dim(part), static_cast<std::size_t>(pad_to_rows(record.token_count))},
-              profile_->tile_number(layer, part));
+        const tile_shape shape = tile_of(record, layer, part);
+        if (shape.channels() > 0) visit(shape, profile_->tile_number(layer, part));
       }
     }
   }
@@ -410,9 +413,8 @@ class chunk_coder {
     for (std::uint64_t l = record.layers().end; l-- > record.layer_begin;) {
       const auto layer = static_cast<std::uint32_t>(l);
       for (const cache_part part : {cache_part::value, cache_part::key}) {
-        const layer_shape& shape = profile_->shape().layer(layer);
-        if (shape.channels(part) == 0) continue;
-        visit(tile_shape{layer, part, record.tokens(), shape.kv_heads, shape.dim(part), static_cast<std::size_t>(pad_to_rows(record.token_count))});
+        const tile_shape shape = tile_of(record, layer, part);
+        if (shape.channels() > 0) visit(shape);
       }
     }
   }

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <span>
 #include <utility>
+#include <vector>
 
 #include <kvexact/bitstream/container.hpp>
 #include <kvexact/codec/chunk_coder.hpp>
@@ -25,6 +26,7 @@ struct opened_stream {
   stream_header header;
   detail::stream_index index;
   std::span<const std::byte> chunks;
+  std::vector<section_entry> sections;  ///< header, chunks, index
 };
 
 /// Opens a stream without a profile, to look at it. Errors: truncated, corrupt, checksum_mismatch, unsupported, out_of_memory.
@@ -46,7 +48,7 @@ struct opened_stream {
     if (!index_bytes) return index_bytes.error();
     auto index = detail::read_index(*index_bytes, header->shape, chunks->size());
     if (!index) return index.error();
-    return opened_stream{*std::move(header), *std::move(index), *chunks};
+    return opened_stream{*std::move(header), *std::move(index), *chunks, sections};
   } catch (...) {
     return error{error_code::out_of_memory, "stream"};
   }

@@ -66,7 +66,7 @@ class stream_encoder {
     try {
       stream_header header = header_for(parameters);
       header.storage_scales.assign(storage_scales.begin(), storage_scales.end());
-      stream_encoder encoder(parameters, std::move(header), sink, container_writer(sink, container_kind::stream), options);
+      stream_encoder encoder(parameters, std::move(header), container_writer(sink, container_kind::stream), options);
       if (const auto taken = encoder.take_memory(memory); !taken) return taken.error();
       if (const auto head = encoder.writer_.add_section(detail::head_section, detail::write_stream_header(encoder.header_)); !head)
         return head.error();
@@ -85,11 +85,9 @@ class stream_encoder {
     auto opened = open_stream<Codec>(parameters, stream);
     if (!opened) return opened.error();
     try {
-      const auto container = container_reader::open(stream, container_kind::stream);
-      if (!container) return container.error();
-      std::vector<section_entry> kept(container->sections().begin(), container->sections().begin() + 2);
-      stream_encoder encoder(parameters, std::move(opened->header), sink,
-                             container_writer(sink, container_kind::stream, std::move(kept)), options);
+      opened->sections.pop_back();  // the index is written anew
+      stream_encoder encoder(parameters, std::move(opened->header),
+                             container_writer(sink, container_kind::stream, std::move(opened->sections)), options);
       encoder.chunks_ = std::move(opened->index.chunks);
       encoder.tokens_ = opened->index.tokens;
       encoder.chunk_bytes_ = opened->chunks.size();
@@ -150,7 +148,7 @@ class stream_encoder {
   }
 
  private:
-  stream_encoder(const profile<Codec>& parameters, stream_header header, Sink&, container_writer<Sink> writer, encoder_options options) noexcept
+  stream_encoder(const profile<Codec>& parameters, stream_header header, container_writer<Sink> writer, encoder_options options) noexcept
       : profile_(&parameters), header_(std::move(header)), writer_(std::move(writer)), options_(options) {}
 
   [[nodiscard]] static detail::chunk_buffers<typename Codec::residual_model_type> take_buffers(const cache_shape& shape, chunk_options options,
