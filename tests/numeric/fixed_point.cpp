@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
 #include <bit>
 #include <cmath>
 #include <cstdint>
@@ -150,4 +151,101 @@ TEST_CASE("integer_divider: pinned results") {
   CHECK(integer_divider(bits_of(10.0F))(bits_of(1.0F)) == 0x3dccccccU);
   CHECK(integer_divider(bits_of(0.1F))(bits_of(-1.0F)) == 0xc11fffffU);
   CHECK(integer_divider(bits_of(0.0123F))(bits_of(448.0F)) == 0x470e46c3U);
+}
+
+namespace {
+
+constexpr long double largest = largest_fixed;
+/// Doubles and floats are exact in long double where this is needed.
+std::int32_t expected_fixed(long double value, int unit) {
+  return static_cast<std::int32_t>(std::trunc(std::clamp(std::ldexp(value, -unit), -largest, largest)));
+}
+/// What `to_fixed` does with a number for many units around its size.
+template <class Visit>
+void for_numbers_and_units(Visit&& visit) {
+  std::mt19937_64 random(5);
+  for (int i = 0; i < 40000; ++i) {
+    auto bits = static_cast<std::uint32_t>(random());
+    if (i % 8 == 0) bits &= 0x807fffffU;  // subnormal numbers
+    if (i % 8 == 1) bits &= 0xff800000U;  // powers of two
+    if (i % 8 == 2) bits |= 0x007fffffU;
+    if ((bits & 0x7f800000U) == 0x7f800000U) continue;
+    const int exponent = static_cast<int>((bits >> 23) & 0xffU) - 127;
+    visit(bits, std::clamp(exponent - 35 + static_cast<int>(random() % 45), -200, 200));
+    visit(bits, static_cast<int>(random() % 401) - 200);
+  }
+}
+
+}  // namespace
+
+TEST_CASE("fixed_point: to_fixed truncates and saturates") {
+  std::size_t wrong = 0;
+  for_numbers_and_units([&](std::uint32_t bits, int unit) {
+    // Subnormal numbers in units beyond all use count as too large.
+    if ((bits & 0x7f800000U) == 0 && unit < -155) return;
+    wrong += to_fixed(bits, unit) != expected_fixed(std::bit_cast<float>(bits), unit);
+  });
+  CHECK(wrong == 0);
+  for (const std::uint32_t special : {0x7f800000U, 0xff800000U, 0x7fc00000U, 0x7f800001U, 0xffffffffU, 0U, 0x80000000U})
+    for (const int unit : {-200, -20, 0, 20, 200}) CHECK(to_fixed(special, unit) == 0);
+  CHECK(to_fixed(bits_of(1.0F), -29) == 1 << 29);
+  CHECK(to_fixed(bits_of(1.0F), -30) == largest_fixed);
+  CHECK(to_fixed(bits_of(-1.0F), -31) == -largest_fixed);
+  CHECK(to_fixed(bits_of(-1.99F), 0) == -1);
+  CHECK(to_fixed(0x7f7fffffU, 98) == 0x3fffffc0);  // 24 bits at the top
+}
+
+TEST_CASE("fixed_point: product_to_fixed truncates and saturates") {
+  std::mt19937_64 random(6);
+  std::size_t wrong = 0;
+  for_numbers_and_units([&](std::uint32_t a, int) {
+    auto b = static_cast<std::uint32_t>(random());
+    if (random() % 8 == 0) b &= 0x807fffffU;
+    if ((b & 0x7f800000U) == 0x7f800000U) return;
+    const long double product = static_cast<long double>(std::bit_cast<float>(a)) * static_cast<long double>(std::bit_cast<float>(b));
+    const int near = product == 0 ? 0 : std::ilogb(product) - 40 + static_cast<int>(random() % 60);
+    for (const int unit : {near, static_cast<int>(random() % 401) - 200}) {
+      if (unit < -200 || unit > 200) continue;
+      const bool both_normal = (a & 0x7f800000U) != 0 && (b & 0x7f800000U) != 0;
+      const std::int32_t actual = product_to_fixed(a, b, unit);
+      wrong += actual != expected_fixed(product, unit) && (both_normal || std::abs(actual) != largest_fixed);
+    }
+  });
+  CHECK(wrong == 0);
+  CHECK(product_to_fixed(bits_of(1.5F), bits_of(-0.1F), -20) == -157286);
+  CHECK(product_to_fixed(0, bits_of(7.0F), -200) == 0);
+  CHECK(product_to_fixed(0x7f7fffffU, 0xff7fffffU, 0) == -largest_fixed);
+  CHECK(product_to_fixed(bits_of(1.0F), bits_of(3.0F), -20) == to_fixed(bits_of(3.0F), -20));
+}
+
+TEST_CASE("fixed_point: from_fixed keeps 24 bits, or 23 and what an eighth byte leaves of them") {
+  std::mt19937_64 random(7);
+  std::size_t wrong = 0;
+  const auto check = [&](std::int32_t value, int unit) {
+    const std::int32_t magnitude = std::abs(value);
+    const std::int32_t kept = magnitude >= 1 << 24 ? magnitude / 128 * 128 : magnitude;
+    const long double real = std::ldexp(static_cast<long double>(kept), unit);
+    const std::uint32_t sign = value < 0 ? 0x80000000U : 0U;
+    const std::uint32_t expected = real >= std::ldexp(1.0L, 128)               ? sign | 0x7f7fffffU
+                                   : real < static_cast<long double>(0x1p-126) ? sign
+                                                                               : sign | bits_of(static_cast<float>(real));
+    wrong += from_fixed(value, unit) != expected;
+    // Back in the same unit nothing more is lost.
+    if (real >= static_cast<long double>(0x1p-126) && real < std::ldexp(1.0L, 128))
+      wrong += std::abs(to_fixed(from_fixed(value, unit), unit)) != kept;
+  };
+  for (int i = 0; i < 40000; ++i) {
+    const auto value =
+        static_cast<std::int32_t>(static_cast<std::int64_t>(random() % (2 * (std::uint64_t{1} << 30) - 1)) - largest_fixed) >>
+        (random() % 30);
+    check(value, static_cast<int>(random() % 401) - 200);
+    check(value, static_cast<int>(random() % 60) - 40);
+  }
+  for (const std::int32_t value :
+       {0, 1, -1, (1 << 24) - 1, 1 << 24, (1 << 24) + 127, (1 << 24) + 128, -(1 << 24) - 1, largest_fixed, -largest_fixed})
+    for (int unit = -200; unit <= 200; ++unit) check(value, unit);
+  CHECK(wrong == 0);
+  CHECK(saturate_fixed(std::int64_t{1} << 40) == largest_fixed);
+  CHECK(saturate_fixed(-(std::int64_t{1} << 30)) == -largest_fixed);
+  CHECK(saturate_fixed(-5) == -5);
 }

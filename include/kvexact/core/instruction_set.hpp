@@ -26,7 +26,11 @@ namespace detail {
 
 template <class Kernel, class... Arguments>
 [[gnu::target("avx2,bmi,bmi2")]] void run_avx2(Arguments&&... arguments) noexcept {
-  Kernel::run(std::forward<Arguments>(arguments)...);
+  if constexpr (requires { Kernel::run_avx2(std::forward<Arguments>(arguments)...); }) {
+    Kernel::run_avx2(std::forward<Arguments>(arguments)...);
+  } else {
+    Kernel::run(std::forward<Arguments>(arguments)...);
+  }
 }
 
 template <class Kernel, class... Arguments>
@@ -40,8 +44,8 @@ KVEXACT_TARGET_AVX512 void run_avx512(Arguments&&... arguments) noexcept {
 
 }  // namespace detail
 
-/// Calls Kernel::run(arguments...), which must be KVEXACT_ALWAYS_INLINE with everything it calls, compiled for `set`. A kernel that has a
-/// KVEXACT_TARGET_AVX512 function run_avx512(arguments...) as well, of the same meaning, is called by that name for AVX-512.
+/// Calls Kernel::run(arguments...), which must be KVEXACT_ALWAYS_INLINE with everything it calls, compiled for `set`. A kernel that has
+/// functions run_avx2(arguments...) or run_avx512(arguments...) of the same meaning, compiled for these, is called by that name.
 template <class Kernel, class... Arguments>
 void run_on(instruction_set set, Arguments&&... arguments) noexcept {
   switch (set) {

@@ -11,8 +11,8 @@ namespace kvexact {
 
 /// Cosine and sine in units of 2^-30.
 struct integer_rotation {
-  std::int32_t cosine = 1 << 30;
-  std::int32_t sine = 0;
+  std::int32_t cosine;
+  std::int32_t sine;
 };
 
 namespace detail {
