@@ -57,8 +57,8 @@ outcome<model_shape> read_shape(const safetensors_file& file) {
   shape.width = embedding->shape[1];
   shape.hidden = gate->shape[0];
   shape.head_dim = shape.width / shape.heads;
-  if (shape.width == 0 || shape.hidden == 0 || shape.vocabulary == 0 || shape.width % kernels::group != 0 ||
-      shape.hidden % kernels::group != 0 || shape.vocabulary % width != 0 || shape.width % shape.heads != 0 ||
+  if (shape.width == 0 || shape.hidden == 0 || shape.vocabulary == 0 || shape.width % kernels::block != 0 ||
+      shape.hidden % kernels::block != 0 || shape.vocabulary % width != 0 || shape.width % shape.heads != 0 ||
       shape.head_dim % width != 0 || shape.heads % shape.kv_heads != 0 || shape.heads / shape.kv_heads > width) {
     return bad_model(file, "sizes that this engine does not handle (see model_shape)");
   }
@@ -112,35 +112,44 @@ void kv_cache::write(std::size_t layer, std::size_t first, const key_value_sums&
 engine::engine(const model_shape& shape, const engine_options& options)
     : shape_(shape),
       isa_(options.isa),
+      window_(options.window),
+      exact_layers_(options.precision == precision::bf16 && options.window.newest == 0 ? shape.layers : options.exact_layers),
+      group_(options.group),
+      exact_projections_(options.exact_projections),
+      depth_(options.depth),
       workers_(std::make_unique<workers>(options.threads != 0 ? options.threads : std::max(1U, std::thread::hardware_concurrency()))),
       scratch_(workers_->size()) {
   const std::size_t widest = std::max(shape.width, shape.hidden);
   for (scratch& s : scratch_) {
     for (auto* buffer : {&s.tiles, &s.a, &s.b}) buffer->resize(block_rows * widest);
-    s.scales.resize(block_rows * widest / kernels::group);
+    s.pairs.resize(block_rows * widest / 2);
+    s.scales.resize(block_rows * widest / std::min(kernels::block, group_));
     s.queries.resize(shape.head_dim * width);
     s.attended.resize(shape.head_dim * width);
   }
 }
 
 outcome<engine> engine::load(const std::string& path, const engine_options& options) noexcept {
+  if (options.group != 64 && options.group != 32) return failure{error_code::invalid_argument, "int8 groups have 64 or 32 channels"};
   try {
     const auto file = safetensors_file::open(path);
     if (!file) return file.error();
     const auto shape = read_shape(*file);
     if (!shape) return shape.error();
     engine loaded(*shape, options);
-    if (auto read = loaded.read(*file, options.precision, options.rotated); !read) return read.error();
+    if (auto read = loaded.read(*file, options); !read) return read.error();
     return loaded;
   } catch (const std::exception& caught) {
     return failure{error_code::out_of_memory, path + ": " + caught.what()};
   }
 }
 
-status engine::read(const safetensors_file& file, precision weights, bool rotated) {
+status engine::read(const safetensors_file& file, const engine_options& options) {
   using kernels::quantisation;
-  const quantisation int8 = rotated ? quantisation::rotated_int8 : quantisation::int8;
-  activations_ = weights == precision::bf16 ? quantisation::none : weights == precision::fp8 ? quantisation::e4m3 : int8;
+  const quantisation int8 = options.rotated ? quantisation::rotated_int8 : quantisation::int8;
+  const quantisation approximate = options.precision == precision::bf16  ? quantisation::none
+                                   : options.precision == precision::fp8 ? quantisation::e4m3
+                                                                         : int8;
 
   std::string problem;
   const auto take = [&](const std::string& name, const std::vector<std::uint64_t>& shape) -> std::span<const bf16> {
@@ -165,15 +174,15 @@ status engine::read(const safetensors_file& file, precision weights, bool rotate
   output_norm_ = vector("output_norm.weight");
   for (std::size_t i = 0; i < shape_.layers && problem.empty(); ++i) {
     const std::string block = "blk." + std::to_string(i) + ".";
-    const auto linear = [&](const char* name, std::size_t outputs, std::size_t inputs) {
-      return matrix_of(block + name + ".weight", outputs, inputs, activations_);
+    const auto linear = [&](const char* name, std::size_t outputs, std::size_t inputs, bool exact = false) {
+      return matrix_of(block + name + ".weight", outputs, inputs, exact || is_exact(i) ? quantisation::none : approximate);
     };
     layer_weights& l = layers_.emplace_back();
     l.attention_norm = vector(block + "attn_norm.weight");
     l.feed_forward_norm = vector(block + "ffn_norm.weight");
     l.query = linear("attn_q", shape_.width, shape_.width);
-    l.key = linear("attn_k", shape_.kv_width(), shape_.width);
-    l.value = linear("attn_v", shape_.kv_width(), shape_.width);
+    l.key = linear("attn_k", shape_.kv_width(), shape_.width, exact_projections_);
+    l.value = linear("attn_v", shape_.kv_width(), shape_.width, exact_projections_);
     l.output = linear("attn_output", shape_.width, shape_.width);
     l.gate = linear("ffn_gate", shape_.hidden, shape_.width);
     l.up = linear("ffn_up", shape_.hidden, shape_.width);
@@ -184,14 +193,19 @@ status engine::read(const safetensors_file& file, precision weights, bool rotate
 }
 
 engine::matrix engine::pack(std::span<const bf16> weights, std::size_t outputs, kernels::quantisation kind) {
-  using kernels::group, kernels::quantisation;
+  using kernels::block, kernels::quantisation;
   constexpr std::size_t fp8_block = 128;
-  matrix packed{outputs, weights.size() / outputs, {}, {}};
-  const std::size_t inputs = packed.inputs, groups = inputs / group;
-  packed.panels.resize(weights.size());
+  matrix packed{outputs, weights.size() / outputs, kind, {}, {}, {}};
+  const bool integers = kind == quantisation::int8 || kind == quantisation::rotated_int8;
+  const std::size_t inputs = packed.inputs, groups = inputs / (integers ? group_ : block);
   if (kind != quantisation::none) packed.scales.resize(outputs * groups);
-  workers_->for_each(round_up(outputs, fp8_block) / fp8_block, [&](std::size_t block, std::size_t worker) {
-    const std::size_t begin = block * fp8_block, end = std::min(outputs, begin + fp8_block);
+  if (integers) {
+    packed.pairs.resize(weights.size() / 2);
+  } else {
+    packed.panels.resize(weights.size());
+  }
+  workers_->for_each(round_up(outputs, fp8_block) / fp8_block, [&](std::size_t rows, std::size_t worker) {
+    const std::size_t begin = rows * fp8_block, end = std::min(outputs, begin + fp8_block);
     float* const tile = scratch_[worker].tiles.data();
     if (kind == quantisation::e4m3) {
       for (std::size_t left = 0; left < inputs; left += fp8_block) {
@@ -201,7 +215,7 @@ engine::matrix engine::pack(std::span<const bf16> weights, std::size_t outputs, 
           for (std::size_t i = left; i < right; ++i) amax = std::max(amax, std::fabs(weights[row * inputs + i].to_float()));
         }
         for (std::size_t row = begin; row < end; ++row) {
-          for (std::size_t g = left / group; g < right / group; ++g) {
+          for (std::size_t g = left / block; g < right / block; ++g) {
             packed.scales[(row / width * groups + g) * width + row % width] = amax > 0 ? amax / 448 : 1;
           }
         }
@@ -212,12 +226,13 @@ engine::matrix engine::pack(std::span<const bf16> weights, std::size_t outputs, 
         for (std::size_t lane = 0; lane < width; ++lane) tile[i * width + lane] = weights[(panel + lane) * inputs + i].to_float();
       }
       float* const scales = packed.scales.data() + panel * groups;
-      if (kind == quantisation::e4m3) {
-        run(isa_, kernels::quantise_e4m3_by{tile, scales, inputs});
-      } else {
-        run(isa_, kernels::quantise{kind, tile, scales, inputs});
+      if (integers) {
+        run(isa_, kernels::quantise_int8{tile, packed.pairs.data() + panel * inputs / 2, scales, inputs, group_,
+                                         kind == quantisation::rotated_int8});
+        continue;
       }
-      // Integers up to 127 and e4m3 values are bf16 values.
+      if (kind == quantisation::e4m3) run(isa_, kernels::quantise_e4m3_by{tile, scales, inputs});
+      // e4m3 values are bf16 values.
       for (std::size_t i = 0; i < inputs * width; ++i) packed.panels[panel * inputs + i] = bf16::from_float(tile[i]).bits;
     }
   });
@@ -233,17 +248,21 @@ outcome<kv_cache> engine::make_cache(std::size_t capacity) const noexcept {
 }
 
 outcome<std::vector<bf16>> engine::embed(std::span<const std::uint32_t> ids) const noexcept {
-  std::vector<bf16> hidden(ids.size() * shape_.width);
-  for (std::size_t row = 0; row < ids.size(); ++row) {
-    const std::size_t id = ids[row];
-    if (id >= shape_.vocabulary) {
-      return failure{error_code::out_of_range, "token " + std::to_string(row) + " has id " + std::to_string(id) + "; the vocabulary has " +
-                                                   std::to_string(shape_.vocabulary) + " ids"};
+  try {
+    std::vector<bf16> hidden(ids.size() * shape_.width);
+    for (std::size_t row = 0; row < ids.size(); ++row) {
+      const std::size_t id = ids[row];
+      if (id >= shape_.vocabulary) {
+        return failure{error_code::out_of_range, "token " + std::to_string(row) + " has id " + std::to_string(id) +
+                                                     "; the vocabulary has " + std::to_string(shape_.vocabulary) + " ids"};
+      }
+      const std::uint16_t* const column = embedding_.panels.data() + id / width * shape_.width * width + id % width;
+      for (std::size_t i = 0; i < shape_.width; ++i) hidden[row * shape_.width + i].bits = column[i * width];
     }
-    const std::uint16_t* const column = embedding_.panels.data() + id / width * shape_.width * width + id % width;
-    for (std::size_t i = 0; i < shape_.width; ++i) hidden[row * shape_.width + i].bits = column[i * width];
+    return hidden;
+  } catch (const std::exception& caught) {
+    return failure{error_code::out_of_memory, std::string("cannot embed tokens: ") + caught.what()};
   }
-  return hidden;
 }
 
 template <class Body>
@@ -272,13 +291,29 @@ void engine::load_hidden(scratch& s, const bf16* hidden, std::size_t rows, const
   }
 }
 
-void engine::quantise(scratch& s, std::size_t rows, std::size_t inputs) const noexcept {
+void engine::quantise(scratch& s, const matrix& weights, std::size_t rows) const noexcept {
+  using kernels::quantisation;
+  const std::size_t inputs = weights.inputs;
   for (std::size_t first = 0; first < rows; first += width) {
-    run(isa_, kernels::quantise{activations_, s.tiles.data() + first * inputs, s.scales.data() + first * inputs / kernels::group, inputs});
+    float* const tile = s.tiles.data() + first * inputs;
+    switch (weights.kind) {
+      case quantisation::none: return;
+      case quantisation::e4m3: run(isa_, kernels::quantise_e4m3{tile, s.scales.data() + first * inputs / kernels::block, inputs}); break;
+      case quantisation::int8:
+      case quantisation::rotated_int8:
+        run(isa_, kernels::quantise_int8{tile, s.pairs.data() + first * inputs / 2, s.scales.data() + first * inputs / group_, inputs,
+                                         group_, weights.kind == quantisation::rotated_int8});
+        break;
+    }
   }
 }
 
 void engine::multiply(const scratch& s, const matrix& weights, std::size_t rows, float* out) const noexcept {
+  if (!weights.pairs.empty()) {
+    run(isa_, kernels::integer_linear{s.pairs.data(), s.scales.data(), weights.pairs.data(), weights.scales.data(), rows, weights.inputs,
+                                      weights.outputs, group_, out});
+    return;
+  }
   const bool scaled = !weights.scales.empty();
   run(isa_, kernels::linear{s.tiles.data(), scaled ? s.scales.data() : nullptr, weights.panels.data(),
                             scaled ? weights.scales.data() : nullptr, rows, weights.inputs, weights.outputs, out});
@@ -292,7 +327,7 @@ void engine::keys_values(std::size_t layer, std::span<const bf16> hidden, key_va
   for_blocks(rows, [&](std::size_t row, std::size_t count, std::size_t worker) {
     scratch& s = scratch_[worker];
     load_hidden(s, hidden.data() + row * shape_.width, count, w.attention_norm);
-    quantise(s, count, shape_.width);
+    quantise(s, w.key, count);
     multiply(s, w.key, count, sums.keys.data() + row * kv_width);
     multiply(s, w.value, count, sums.values.data() + row * kv_width);
   });
@@ -303,6 +338,7 @@ void engine::attend(scratch& s, std::size_t layer, std::size_t first, std::size_
                     std::size_t worker) const noexcept {
   const std::size_t head_dim = shape_.head_dim, shared = shape_.heads / shape_.kv_heads;
   const kv_cache::layer_rows& stored = cache.layers_[layer];
+  const attention_window window = is_exact(layer) ? attention_window{} : window_;
   run(isa_, kernels::round_all{s.a.data(), rows * shape_.width});
   for (std::size_t row = 0; row < rows; ++row) cache.rotary_.rotate({s.a.data() + row * shape_.width, shape_.width}, first + row);
   run(isa_, kernels::round_all{s.a.data(), rows * shape_.width});
@@ -310,8 +346,10 @@ void engine::attend(scratch& s, std::size_t layer, std::size_t first, std::size_
   const std::size_t tokens_at_once = width / shared;
   for (std::size_t row = 0; row < rows; row += tokens_at_once) {
     const std::size_t tokens = std::min(tokens_at_once, rows - row), lanes = tokens * shared;
-    std::int32_t last[width] = {};
-    for (std::size_t lane = 0; lane < lanes; ++lane) last[lane] = static_cast<std::int32_t>(first + row + lane / shared);
+    std::int32_t positions[width];
+    for (std::size_t lane = 0; lane < width; ++lane) {
+      positions[lane] = static_cast<std::int32_t>(first + row + std::min(lane / shared, tokens - 1));
+    }
     for (std::size_t kv_head = 0; kv_head < shape_.kv_heads; ++kv_head) {
       // lane = token * shared + query head of the KV head's group
       const auto place = [&](std::size_t lane) {
@@ -321,7 +359,7 @@ void engine::attend(scratch& s, std::size_t layer, std::size_t first, std::size_
       for (std::size_t lane = 0; lane < lanes; ++lane) {
         for (std::size_t d = 0; d < head_dim; ++d) s.queries[d * width + lane] = bf16::from_float(s.a[place(lane) + d]).bits;
       }
-      run(isa_, kernels::attention{s.queries.data(), lanes, last, first + row + tokens,
+      run(isa_, kernels::attention{s.queries.data(), lanes, positions, window.sinks, window.newest,
                                    stored.key_tiles.data() + kv_head * cache.tiles_ * head_dim * width,
                                    bits_of(stored.values.data()) + kv_head * head_dim, shape_.kv_width(), head_dim,
                                    cache.scores_[worker].data(), s.attended.data()});
@@ -341,22 +379,22 @@ void engine::rest(std::size_t layer, std::span<bf16> hidden, std::size_t first, 
     bf16* const here = hidden.data() + row * shape_.width;
 
     load_hidden(s, here, count, w.attention_norm);
-    quantise(s, count, shape_.width);
+    quantise(s, w.query, count);
     multiply(s, w.query, count, s.a.data());
     attend(s, layer, first + row, count, cache, worker);
     run(isa_, kernels::round_all{s.b.data(), count * shape_.width});
     load_rows(s, s.b.data(), count, shape_.width);
-    quantise(s, count, shape_.width);
+    quantise(s, w.output, count);
     multiply(s, w.output, count, s.a.data());
     run(isa_, kernels::add_residual{bits_of(here), s.a.data(), count * shape_.width});
 
     load_hidden(s, here, count, w.feed_forward_norm);
-    quantise(s, count, shape_.width);
+    quantise(s, w.gate, count);
     multiply(s, w.gate, count, s.a.data());
     multiply(s, w.up, count, s.b.data());
     run(isa_, kernels::gated_silu{s.a.data(), s.b.data(), count * shape_.hidden});
     load_rows(s, s.a.data(), count, shape_.hidden);
-    quantise(s, count, shape_.hidden);
+    quantise(s, w.down, count);
     multiply(s, w.down, count, s.b.data());
     run(isa_, kernels::add_residual{bits_of(here), s.b.data(), count * shape_.width});
   });

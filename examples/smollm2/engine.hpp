@@ -32,7 +32,13 @@ namespace kvexact::examples {
 enum class precision : std::uint8_t {
   bf16,  ///< bf16 weights and activations: the target
   fp8,   ///< e4m3 weights, one scale per block of 128 x 128 (amax / 448); e4m3 activations, one scale per 64
-  int8,  ///< int8 weights and activations, one scale per 64 (amax / 127)
+  int8,  ///< int8 weights and activations, one scale per 64 or 32 (amax / 127)
+};
+
+/// Which earlier tokens a token attends to: the first `sinks` ones and, itself included, the `newest` ones; all if `newest` is 0. The cost
+/// of a token then does not grow with its position.
+struct attention_window {
+  std::size_t sinks = 0, newest = 0;
 };
 
 struct engine_options {
@@ -42,6 +48,17 @@ struct engine_options {
   /// Threads, the caller included; 0 for as many as the machine has cores.
   unsigned threads = 0;
   instruction_set isa = detect_instruction_set();
+  /// The first so many layers are computed as the target computes them, whatever `precision` and `window` say, so that their keys and
+  /// values equal the target's bit by bit; more than the model has mean all.
+  std::size_t exact_layers = 0;
+  attention_window window = {};
+  /// The projections to keys and values, a few percent of the work, are computed as the target computes them, from hidden states that are
+  /// not the target's.
+  bool exact_projections = false;
+  /// For `layerwise_engine` only: attention and feed-forward run in the first so many layers; later hidden states change by corrections alone.
+  std::size_t depth = ~std::size_t{0};
+  /// int8 only: input channels that share a scale, 64 or 32. Rotated are 64 in any case.
+  std::size_t group = 64;
 };
 
 /// Sizes of a model. `width` and `hidden` are multiples of 64, `head_dim` and `vocabulary` of 16; heads = a multiple of kv_heads,
@@ -96,10 +113,16 @@ class kv_cache {
 /// One call at a time: the engine spreads a call over its own threads and reuses their scratch memory.
 class engine {
  public:
-  /// Reads a model.safetensors as the conversion script writes it (GGUF names, bf16, hyperparameters in the metadata).
+  /// Reads a model.safetensors as the conversion script writes it (GGUF names, bf16, hyperparameters in the metadata). Fails on unusable
+  /// options, too.
   [[nodiscard]] static outcome<engine> load(const std::string& path, const engine_options& options = {}) noexcept;
 
   [[nodiscard]] const model_shape& shape() const noexcept { return shape_; }
+
+  /// Whether the engine computes this layer's keys and values as the target does (given the target's in the layers below).
+  [[nodiscard]] bool is_exact(std::size_t layer) const noexcept { return layer < exact_layers_; }
+  /// Whether the second half of the layer runs, see `engine_options::depth`.
+  [[nodiscard]] bool is_run(std::size_t layer) const noexcept { return layer < depth_; }
 
   /// An empty cache for positions 0 to capacity - 1.
   [[nodiscard]] outcome<kv_cache> make_cache(std::size_t capacity) const noexcept;
@@ -124,8 +147,10 @@ class engine {
  private:
   struct matrix {
     std::size_t outputs = 0, inputs = 0;
-    lanes::buffer<std::uint16_t> panels;  // [outputs / 16][inputs][16]
-    lanes::buffer<float> scales;          // [outputs / 16][inputs / 64][16], empty for bf16
+    kernels::quantisation kind = kernels::quantisation::none;  // of the weights and of what they multiply
+    lanes::buffer<std::uint16_t> panels;                       // [outputs / 16][inputs][16], empty for integers
+    lanes::buffer<std::int32_t> pairs;                         // [outputs / 16][inputs / 2][16], of integers only
+    lanes::buffer<float> scales;                               // [outputs / 16][inputs / 64 or group_][16], empty for bf16
   };
   struct layer_weights {
     std::vector<float> attention_norm, feed_forward_norm;
@@ -133,15 +158,16 @@ class engine {
   };
   struct scratch {  // of one worker, for a block of rows
     lanes::buffer<float> tiles, scales, a, b, attended;
+    lanes::buffer<std::int32_t> pairs;
     lanes::buffer<std::uint16_t> queries;
   };
 
   engine(const model_shape& shape, const engine_options& options);
-  status read(const safetensors_file& file, precision weights, bool rotated);
+  status read(const safetensors_file& file, const engine_options& options);
   matrix pack(std::span<const bf16> weights, std::size_t outputs, kernels::quantisation kind);
   void load_hidden(scratch& s, const bf16* hidden, std::size_t rows, const std::vector<float>& gain) const noexcept;
   void load_rows(scratch& s, const float* values, std::size_t rows, std::size_t inputs) const noexcept;
-  void quantise(scratch& s, std::size_t rows, std::size_t inputs) const noexcept;
+  void quantise(scratch& s, const matrix& weights, std::size_t rows) const noexcept;
   void multiply(const scratch& s, const matrix& weights, std::size_t rows, float* out) const noexcept;
   void attend(scratch& s, std::size_t layer, std::size_t first, std::size_t rows, kv_cache& cache, std::size_t worker) const noexcept;
   template <class Body>
@@ -149,7 +175,10 @@ class engine {
 
   model_shape shape_;
   instruction_set isa_;
-  kernels::quantisation activations_ = kernels::quantisation::none;
+  attention_window window_;
+  std::size_t exact_layers_, group_;
+  bool exact_projections_;
+  std::size_t depth_;
   std::unique_ptr<workers> workers_;
   std::vector<scratch> scratch_;
   std::vector<layer_weights> layers_;

@@ -87,10 +87,10 @@ KVEXACT_ALWAYS_INLINE void store_bf16(const f32& v, std::uint16_t* to) noexcept 
   store(half, to);
 }
 
-/// Rounds to the nearest integer, ties to even; |v| < 2^22. (At 1.5 * 2^23 the spacing of floats is 1.)
-KVEXACT_ALWAYS_INLINE void round_integer(f32& v) noexcept {
+/// The nearest integer, ties to even; |v| < 2^22. The bits of v + shift count on from those of shift.
+KVEXACT_ALWAYS_INLINE void nearest_integer(i32& out, const f32& v) noexcept {
   constexpr float shift = 0x1.8p23F;
-  v = (v + shift) - shift;
+  out = (i32)(v + shift) - 0x4b400000;
 }
 
 /// Rounds to the nearest e4m3 value, ties to even; |v| <= 448.

@@ -70,7 +70,7 @@ class rotary_table {
       for (std::size_t position = 0; position < positions; ++position) {
         const float angle = static_cast<float>(position) * frequency;
         const detail::turn turn = detail::fixed_turn(static_cast<double>(angle));
-        turns_[position * half_ + i] = {static_cast<float>(turn.cosine), static_cast<float>(turn.sine)};
+        turns_[position * half_ + i] = {static_cast<float>(turn.cosine), static_cast<float>(turn.sine), -static_cast<float>(turn.sine)};
       }
     }
   }
@@ -79,13 +79,13 @@ class rotary_table {
 
   /// Turns the heads of one token in place: [heads * head_dim] floats.
   void rotate(std::span<float> heads, std::size_t position) const noexcept {
-    const std::array<float, 2>* const turns = turns_.data() + position * half_;
+    const std::array<float, 3>* const turns = turns_.data() + position * half_;
     for (std::size_t head = 0; head < heads.size(); head += 2 * half_) {
       for (std::size_t i = 0; i < half_; ++i) {
         float* const pair = heads.data() + head + 2 * i;
         const float a = pair[0], b = pair[1];
-        const auto [cosine, sine] = turns[i];
-        pair[0] = a * cosine - b * sine;
+        const auto [cosine, sine, minus_sine] = turns[i];
+        pair[0] = a * cosine + b * minus_sine;
         pair[1] = a * sine + b * cosine;
       }
     }
@@ -93,7 +93,9 @@ class rotary_table {
 
  private:
   std::size_t half_;
-  std::vector<std::array<float, 2>> turns_;  // [position][pair] cosine, sine
+  // [position][pair] cosine, sine, -sine. The last is there because g++ 12 makes vfmaddsub of a difference beside a sum of products, even
+  // with -ffp-contract=off.
+  std::vector<std::array<float, 3>> turns_;
 };
 
 }  // namespace kvexact::examples
