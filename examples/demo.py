@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What demo.sh runs after the build: makes the caches, calibrates, encodes, decodes, compares, prints the table. Standard library only."""
+import argparse
 import hashlib
 import json
 import os
@@ -8,13 +9,38 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
+from typing import NamedTuple
 
 CACHE = Path(os.environ["KVEXACT_CACHE"])
 TOOLS = Path("build/release/examples")
-FORMATS = {"bf16": "bf16", "fp16": "fp16", "f8_e4m3": "fp8 e4m3"}
-PREDICTORS = {"none": "none", "fp8": "fp8 copy", "int8": "int8 copy"}
+FORMATS = {"bf16": "bf16", "f8_e4m3": "fp8 e4m3", "fp16": "fp16"}
 ROTARY = ["--rope-base", "100000", "--rope-pairs", "interleaved"]
+# Multiply-adds of a pass of SmolLM2 for each scalar of its cache, without attention: weights of a layer / channels of its K and V.
+PASS_ADDS = (576 * 576 * 2 + 576 * 192 * 2 + 3 * 576 * 1536) // 384
+
+
+class Method(NamedTuple):
+    """A row of the table; `prediction` names the copy whose cache is handed over."""
+
+    name: str
+    options: list[str]
+    needs: str
+    prediction: str = ""
+    in_loop: bool = False
+
+
+NONE = Method("none", ["--predictor", "none"], "profile")
+CROSS_LAYER = Method("cross_layer", [], "profile")
+CLOSED_LOOP = Method("int8 closed loop", ["--engine", "int8"], "profile, engine, ids*", in_loop=True)
+METHODS = (
+    NONE, CROSS_LAYER,
+    Method("fp8 copy, plain", ["--plain"], "profile, prediction", "fp8"), Method("fp8 copy", [], "profile, prediction", "fp8"),
+    Method("int8 copy, plain", ["--plain"], "profile, prediction", "int8"), Method("int8 copy", [], "profile, prediction", "int8"),
+    CLOSED_LOOP, Method("int8 closed loop, 4+256", ["--engine", "int8", "--window", "4+256"], "profile, engine, ids*", in_loop=True),
+)
+ROWS = [("bf16", each) for each in METHODS] + [("f8_e4m3", each) for each in METHODS] + [("fp16", CROSS_LAYER), ("fp16", CLOSED_LOOP)]
 
 
 def fail(text: str):
@@ -48,7 +74,8 @@ def make_caches(split: str, tokens: list[Path]) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         start = time.time()
         print(f"running the {engine_name} engine over {len(missing)} sequences ...", end=" ", flush=True)
-        command = [TOOLS / "smollm2_cache", "--engine", engine_name, "--tokens", *missing, "--out", *(o for p in missing for o in outputs[p])]
+        command = [TOOLS / "smollm2_cache", "--engine", engine_name, "--tokens", *missing, "--out"]
+        command += [out for path in missing for out in outputs[path]]
         if name == "target":
             command += ["--dtype", *formats]
         subprocess.run(command, check=True)
@@ -56,10 +83,10 @@ def make_caches(split: str, tokens: list[Path]) -> Path:
     return folder
 
 
-def report(*command) -> dict:
-    done = subprocess.run([TOOLS / "kvexact", *command, "--json"], stdout=subprocess.PIPE, text=True)
+def report(tool: str, *command) -> dict:
+    done = subprocess.run([TOOLS / tool, *command, "--json"], capture_output=True, text=True)  # warnings are in the report, too
     if done.returncode not in (0, 3):
-        fail(f"kvexact {command[0]} failed")
+        fail(f"{tool} {command[0]} failed: {done.stderr}")
     return json.loads(done.stdout)
 
 
@@ -69,57 +96,115 @@ def zstd_ratio(cache: Path, scratch: Path) -> float:
     return cache.stat().st_size / packed.stat().st_size
 
 
-def measure(folder: Path, found: dict[str, list[Path]], dtype: str, predictor: str, scratch: Path) -> dict:
-    def cache(path: Path, name: str = "target", kind: str = dtype) -> str:
-        return str(folder / f"{path.stem}.{name}.{kind}.safetensors")
+class Caches:
+    """Where the caches of a sequence are."""
 
-    def prediction(path: Path) -> list[str]:
-        return [] if predictor == "none" else ["--prediction", cache(path, predictor, "bf16")]
+    def __init__(self, folder: Path, found: dict[str, list[Path]]):
+        self.folder, self.found = folder, found
 
-    profile = str(scratch / "model.kvp")
-    calibrated = report("calibrate", "--out", profile, *ROTARY, *(a for p in found["calibration"] for a in prediction(p)),
-                        *(cache(p) for p in found["calibration"]))
-    row = {"profile": calibrated["bytes"], "cache": 0, "stream": 0, "scalars": 0, "encode": 0.0, "decode": 0.0, "exact": True}
-    for path in found["held_out"]:
+    def cache(self, tokens: Path, dtype: str, name: str = "target") -> str:
+        return str(self.folder / f"{tokens.stem}.{name}.{dtype}.safetensors")
+
+    def prediction(self, method: Method, tokens: Path) -> list[str]:
+        return ["--prediction", self.cache(tokens, "bf16", method.prediction)] if method.prediction else []
+
+    def calibrate(self, dtype: str, method: Method, profile: str):
+        tokens = self.found["calibration"]
+        if method.in_loop:
+            report("smollm2_codec", "calibrate", "--out", profile, "--dtype", dtype, "--threads", "1", *method.options, *tokens)
+        else:
+            predictions = (a for p in tokens for a in self.prediction(method, p))
+            caches = (self.cache(p, dtype) for p in tokens)
+            report("kvexact", "calibrate", "--out", profile, *ROTARY, *method.options, *predictions, *caches)
+
+    def measure(self, dtype: str, method: Method, profile: str, scratch: Path) -> dict:
+        about = report("kvexact", "inspect", profile)
+        row = {"cache": FORMATS[dtype], "prediction": method.name, "cache_bytes": 0, "stream_bytes": 0, "scalars": 0, "encode_seconds": 0.0,
+               "decode_seconds": 0.0, "profile_bytes": about["bytes"], "needs": method.needs, "bit_exact": True, "warnings": [],
+               "multiply_adds_per_scalar": about["models"][0].get("maps", {}).get("multiply_adds_per_scalar", 0),
+               "engine_multiply_adds_per_scalar": PASS_ADDS if method.in_loop or method.prediction else 0}
         stream, back = str(scratch / "stream.kvx"), str(scratch / "back.safetensors")
-        encoded = report("encode", cache(path), "--out", stream, "--profile", profile, *prediction(path))
-        decoded = report("decode", stream, "--out", back, "--profile", profile, *prediction(path))
-        row["exact"] &= report("verify", cache(path), back)["bit_exact"]
-        row["cache"] += encoded["cache_bytes"]
-        row["stream"] += encoded["stream_bytes"]
-        row["scalars"] += encoded["scalars"]
-        row["encode"] += encoded["seconds"]
-        row["decode"] += decoded["seconds"]
-    row["zstd"] = zstd_ratio(Path(cache(found["held_out"][0])), scratch)
-    return row
+        for tokens in self.found["held_out"]:
+            cache = self.cache(tokens, dtype)
+            if method.in_loop:
+                encoded = report("smollm2_codec", "encode", "--tokens", tokens, "--cache", cache, "--profile", profile, "--out", stream)
+                decoded = report("smollm2_codec", "decode", stream, "--profile", profile, "--out", back)
+            else:
+                prediction = self.prediction(method, tokens)
+                encoded = report("kvexact", "encode", cache, "--out", stream, "--profile", profile, *prediction)
+                decoded = report("kvexact", "decode", stream, "--out", back, "--profile", profile, *prediction)
+            row["bit_exact"] &= report("kvexact", "verify", cache, back)["bit_exact"]
+            row["encode_seconds"] += encoded["seconds"]
+            row["decode_seconds"] += decoded["seconds"]
+            row["warnings"] += [encoded["warning"]] if "warning" in encoded else []
+            for key in ("cache_bytes", "stream_bytes", "scalars"):
+                row[key] += encoded[key]
+        row["bits_per_scalar"] = 8 * row["stream_bytes"] / row["scalars"]
+        row["ratio"] = row["cache_bytes"] / row["stream_bytes"]
+        return row
+
+
+def calibrate_all(caches: Caches, scratch: Path) -> dict[tuple[str, str], str]:
+    """Profiles of all rows; each takes one thread, so several are made at a time."""
+    profiles = {(dtype, method.name): str(scratch / f"{i}.kvp") for i, (dtype, method) in enumerate(ROWS)}
+    start = time.time()
+    with ThreadPoolExecutor(min(os.cpu_count() or 1, 8)) as workers:
+        running = [workers.submit(caches.calibrate, dtype, method, profiles[dtype, method.name]) for dtype, method in ROWS]
+        for done, each in enumerate(as_completed(running), 1):
+            try:
+                each.result()
+            except BaseException:
+                workers.shutdown(cancel_futures=True)
+                raise
+            print(f"\rcalibrating {len(ROWS)} profiles ... {done}", end="", flush=True)
+    print(f", {time.time() - start:.0f} s", flush=True)
+    return profiles
 
 
 def main():
-    arguments = sys.argv[1:]
-    calibration = int(arguments[0]) if arguments else 8
-    held_out = int(arguments[1]) if len(arguments) > 1 else 2
-    split = arguments[2] if len(arguments) > 2 else "documents"
-    if split not in ("documents", "chunks") or calibration < 1 or held_out < 1:
+    parser = argparse.ArgumentParser(prog="demo.sh", add_help=False)
+    parser.add_argument("calibration", type=int, nargs="?", default=4)
+    parser.add_argument("held_out", type=int, nargs="?", default=1)
+    parser.add_argument("split", choices=("documents", "chunks"), nargs="?", default="documents")
+    parser.add_argument("--json", metavar="FILE")
+    arguments = parser.parse_args()
+    calibration, held_out, split = arguments.calibration, arguments.held_out, arguments.split
+    if calibration < 1 or held_out < 1:
         fail("see demo.sh --help")
     found = sequences(split, calibration, held_out)
-    folder = make_caches(split, found["calibration"] + found["held_out"])
+    caches = Caches(make_caches(split, found["calibration"] + found["held_out"]), found)
 
-    print(f"\nSmolLM2-135M (Instruct, Q4_1 weights dequantised to bf16), {held_out} held-out sequences of 1024 tokens,\n"
-          f"calibrated on {calibration} others ({'from other documents' if split == 'documents' else 'chunks of the same documents'}). "
-          "Ratio: bytes of the cache's values / bytes of the whole stream file.\n"
-          "Speed: MB of cache a second, one thread, files mapped. Decoding with a prediction needs the same prediction again,\n"
-          "so the time of the engine that makes it comes on top.\n")
-    print(f"{'cache':9} {'prediction':10} {'bits/scalar':>11} {'ratio':>7} {'zstd -3':>8} {'encode':>9} {'decode':>9} {'profile':>9}  bit-exact")
-    exact = True
-    with tempfile.TemporaryDirectory(dir=CACHE) as scratch:
-        for dtype, cache_name in FORMATS.items():
-            for predictor, predictor_name in PREDICTORS.items():
-                row = measure(folder, found, dtype, predictor, Path(scratch))
-                exact &= row["exact"]
-                print(f"{cache_name:9} {predictor_name:10} {8 * row['stream'] / row['scalars']:11.3f} {row['cache'] / row['stream']:7.3f} "
-                      f"{row['zstd']:8.3f} {row['cache'] / 1e6 / row['encode']:4.0f} MB/s {row['cache'] / 1e6 / row['decode']:4.0f} MB/s "
-                      f"{row['profile'] / 1e3:6.0f} kB  bit-exact: {'yes' if row['exact'] else 'NO'}", flush=True)
-    if not exact:
+    with tempfile.TemporaryDirectory(dir=CACHE) as folder:
+        scratch = Path(folder)
+        profiles = calibrate_all(caches, scratch)
+        zstd = {dtype: zstd_ratio(Path(caches.cache(found["held_out"][0], dtype)), scratch) for dtype in FORMATS}
+        others = "from other documents" if split == "documents" else "chunks of the same documents"
+        print(f"""
+SmolLM2-135M (Instruct, Q4_1 weights dequantised to bf16), held-out sequences of 1024 tokens: {held_out}.
+Calibration on {calibration}, {others}. More of them make streams smaller, most of all where the profile is
+large; docs/results.md has the table for 24 (demo.sh 24 6).
+Ratio: bytes of the cache's values / bytes of the whole stream file. Speed: MB of cache a second, files mapped. Adds: multiply-adds
+of 8-bit integers for each scalar, for the profile's maps. A copy has to run as well, for encoding and for decoding, a pass of about
+{PASS_ADDS} multiply-adds a scalar beside its attention; it is part of the closed loop's speeds, and not of those with a prediction.
+* ids: of the tokens, which these streams carry.
+""")
+        print(f"{'cache':9} {'prediction':23} {'bits/scalar':>11} {'ratio':>7} {'zstd -3':>8} {'encode':>9} {'decode':>9} {'profile':>9} "
+              f"{'adds':>5}  {'decoding needs':21} bit-exact")
+        rows = []
+        for dtype, method in ROWS:
+            row = caches.measure(dtype, method, profiles[dtype, method.name], scratch) | {"zstd_ratio": zstd[dtype]}
+            rows.append(row)
+            speeds = [row["cache_bytes"] / 1e6 / row[f"{action}_seconds"] for action in ("encode", "decode")]
+            print(f"{row['cache']:9} {row['prediction']:23} {row['bits_per_scalar']:11.3f} {row['ratio']:7.3f} {row['zstd_ratio']:8.3f} "
+                  f"{speeds[0]:4.0f} MB/s {speeds[1]:4.0f} MB/s {row['profile_bytes'] / 1e6:6.2f} MB "
+                  f"{row['multiply_adds_per_scalar']:5.0f}  {row['needs']:21} bit-exact: {'yes' if row['bit_exact'] else 'NO'}"
+                  f"{' !' if row['warnings'] else ''}", flush=True)
+        if any(row["warnings"] for row in rows):
+            print("! far from what the profile reached on its calibration text: that was too little")
+    if arguments.json:
+        table = {"calibration": calibration, "held_out": held_out, "split": split, "rows": rows}
+        Path(arguments.json).write_text(json.dumps(table, indent=2) + "\n")
+    if not all(row["bit_exact"] for row in rows):
         fail("a decoded cache differs")
 
 

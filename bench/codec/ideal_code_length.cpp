@@ -9,7 +9,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <string>
-#include <tool/cache_file.hpp>
+#include <common/cache_file.hpp>
 #include <vector>
 
 #include <kvexact/codec/codec.hpp>
@@ -88,7 +88,7 @@ class measurement {
       total.mixture -= std::log2(std::max(density::mixture().mass(from, to) + rest, 1e-30));
       ++total.values;
     }, true);
-    std::vector<std::byte> stream, memory(stream_encoder<Codec, vector_sink>::workspace_bytes(view.shape()));
+    std::vector<std::byte> stream, memory(stream_encoder<Codec, vector_sink>::workspace_bytes(profile_));
     vector_sink sink(stream);
     auto encoder = stream_encoder<Codec, vector_sink>::begin(profile_, memory, sink, scales);
     if (!encoder) give_up(encoder.error().message());
@@ -163,8 +163,8 @@ void run(const arguments& args) {
 
 template <class Scalar>
 void choose(const arguments& args) {
-  if (args.predictions.empty()) return run<codec_without_model<Scalar>>(args);
-  run<codec_with_prediction<Scalar>>(args);
+  if (args.predictions.empty()) return run<plain_codec_without_model<Scalar>>(args);
+  run<plain_codec_with_prediction<Scalar>>(args);
 }
 
 }  // namespace

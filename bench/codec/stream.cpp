@@ -9,7 +9,7 @@
 #include <cstdio>
 #include <cstring>
 #include <string>
-#include <tool/cache_file.hpp>
+#include <common/cache_file.hpp>
 #include <vector>
 
 #include <kvexact/codec/codec.hpp>
@@ -28,7 +28,8 @@ const char* name_of(instruction_set set) {
   return set == instruction_set::avx512 ? "avx512" : set == instruction_set::avx2 ? "avx2" : "baseline";
 }
 
-/// The tiles of a stream with their predictions ready, so that what is left of decoding is the residual model and the entropy coder.
+/// The tiles of a stream with their predictions ready, so that what is left of decoding is the residual model and the entropy coder. For
+/// predictors of single tiles; with others nothing is ready before the tiles below are decoded.
 template <class Codec>
 class entropy_stage {
  public:
@@ -51,7 +52,8 @@ class entropy_stage {
           tile made;
           made.means.resize(where.channels() * where.stride);
           Codec::predictor_type::predict(where, {model_->means(number), &parameters.rotation()}, prediction, made.means.data());
-          made.job = {where.channels(), record.token_count, where.stride, nullptr, model_->sigmas(number).data(), 0, model_->context_tables(number).data()};
+          made.job = {where.channels(), record.token_count, where.stride, nullptr, model_->sigmas(number).data(), 0, nullptr,
+                      model_->context_tables(number).data()};
           if (!opened->header.storage_scales.empty()) {
             const std::uint32_t scale = opened->header.storage_scales[number];
             const integer_divider divide(scale);
@@ -129,7 +131,7 @@ void run(const cache_file& cache, const profile<Codec>& parameters, const Predic
   std::vector<std::byte> stream;
   stream.reserve(values * sizeof(scalar) + (1U << 20));
   vector_sink sink(stream);
-  std::vector<std::byte> memory(stream_encoder<Codec, vector_sink>::workspace_bytes(about.shape));
+  std::vector<std::byte> memory(stream_encoder<Codec, vector_sink>::workspace_bytes(parameters));
   const auto encode = [&](instruction_set set) {
     stream.clear();
     encoder_options options;
@@ -165,32 +167,43 @@ void run(const cache_file& cache, const profile<Codec>& parameters, const Predic
       state.SetBytesProcessed(state.iterations() * cache_bytes);
       if (std::memcmp(source.data(), target.data(), values * sizeof(scalar)) != 0) state.SkipWithError("the decoded cache differs");
     });
-    benchmark::RegisterBenchmark((std::string("decode, entropy stage/") + name_of(set)).c_str(), [&, set](benchmark::State& state) {
-      encode(set);
-      entropy_stage<Codec> stage(parameters, stream, prediction);
-      for (auto _ : state) stage.decode(set);
-      state.SetBytesProcessed(state.iterations() * cache_bytes);
-    });
+    if constexpr (!mapped_predictor<typename Codec::predictor_type>) {
+      benchmark::RegisterBenchmark((std::string("decode, entropy stage/") + name_of(set)).c_str(), [&, set](benchmark::State& state) {
+        encode(set);
+        entropy_stage<Codec> stage(parameters, stream, prediction);
+        for (auto _ : state) stage.decode(set);
+        state.SetBytesProcessed(state.iterations() * cache_bytes);
+      });
+    }
   }
   benchmark::RunSpecifiedBenchmarks();
 }
 
+template <class Codec, class Prediction>
+void start(const cache_file& cache, const std::string& path, const mapped_file& file, const Prediction& prediction) {
+  const auto parameters = profile<Codec>::parse(file.bytes());
+  if (!parameters) give_up(path + ": " + parameters.error().message());
+  run<Codec>(cache, *parameters, prediction);
+}
+
+/// The profile says whether there are maps.
 template <class Scalar>
 void choose(const cache_file& cache, const std::string& profile_path, const std::string& prediction_path) {
   const auto file = mapped_file::open(profile_path);
   if (!file) give_up(file.error().text);
-  const auto with = [&]<class Codec>(const auto& prediction) {
-    const auto parameters = profile<Codec>::parse(file->bytes());
-    if (!parameters) give_up(profile_path + ": " + parameters.error().message());
-    run<Codec>(cache, *parameters, prediction);
+  const auto with = [&]<class Plain, class Mapped>(const auto& prediction) {
+    const auto parsed = parse_profile(file->bytes());
+    if (!parsed) give_up(profile_path + ": " + parsed.error().message());
+    const bool has_maps = parsed->data.find_model(Mapped::predictor_type::id) < parsed->data.models.size();
+    has_maps ? start<Mapped>(cache, profile_path, *file, prediction) : start<Plain>(cache, profile_path, *file, prediction);
   };
   if (prediction_path.empty()) {
-    with.template operator()<codec_without_model<Scalar>>(no_prediction{});
+    with.template operator()<plain_codec_without_model<Scalar>, codec_without_model<Scalar>>(no_prediction{});
   } else {
     const auto prediction = cache_file::open(prediction_path);
     if (!prediction) give_up(prediction.error().text);
     const auto layers = prediction->layers<bf16>();
-    with.template operator()<codec_with_prediction<Scalar>>(
+    with.template operator()<plain_codec_with_prediction<Scalar>, codec_with_prediction<Scalar>>(
         *kv_cache_view<const bf16>::make(prediction->about().shape, layers, {0, prediction->about().tokens}));
   }
 }

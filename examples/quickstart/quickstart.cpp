@@ -5,10 +5,11 @@
 #include <cstring>
 #include <vector>
 
+#include <kvexact/codec/calibrate.hpp>
 #include <kvexact/codec/codec.hpp>
 
 using kvexact::bf16;
-using codec = kvexact::codec_without_model<bf16>;  // or codec_with_prediction, see below
+using codec = kvexact::codec_without_model<bf16>;
 
 constexpr std::uint32_t layer_count = 2, heads = 4, dim = 32;
 constexpr std::uint64_t token_count = 300;
@@ -23,7 +24,8 @@ struct my_cache {
     std::vector<kvexact::layer_tensors<T>> all;
     for (std::size_t l = 0; l < layer_count; ++l) {
       const std::size_t at = l * token_count * heads * dim;
-      all.push_back({kvexact::strided_tensor<T>::nhd(keys.data() + at, heads, dim), kvexact::strided_tensor<T>::nhd(values.data() + at, heads, dim)});
+      all.push_back(
+          {kvexact::strided_tensor<T>::nhd(keys.data() + at, heads, dim), kvexact::strided_tensor<T>::nhd(values.data() + at, heads, dim)});
     }
     return all;
   }
@@ -43,13 +45,8 @@ kvexact::result<void> round_trip(my_cache& source, my_cache& target, std::vector
   // Once a model: example caches -> profile. Tell it how keys are rotated, if they are.
   const auto rope = kvexact::rotary::from_base(kvexact::rotary_pairing::half_split, dim, 10000.0);
   if (!rope) return rope.error();
-  auto calibrator = kvexact::calibrator<codec>::make(*shape, *rope);
-  if (!calibrator) return calibrator.error();
-  for (int pass = 0; pass < calibrator->passes; ++pass) {
-    if (const auto seen = calibrator->observe(*in); !seen) return seen.error();
-    if (const auto ended = calibrator->next_pass(); !ended) return ended.error();
-  }
-  const auto data = calibrator->finish();
+  const std::vector<kvexact::calibration_example<kvexact::kv_cache_view<const bf16>>> examples{{*in}};
+  const auto data = kvexact::calibrate<codec>(*shape, *rope, examples);
   if (!data) return data.error();
   const auto file = kvexact::serialize_profile(*data);
   if (!file) return file.error();
@@ -61,13 +58,13 @@ kvexact::result<void> round_trip(my_cache& source, my_cache& target, std::vector
   // Encode: any sink will do, append as tokens arrive.
   kvexact::vector_sink sink(stream);
   using encoder_type = kvexact::stream_encoder<codec, kvexact::vector_sink>;
-  std::vector<std::byte> memory(encoder_type::workspace_bytes(*shape));
+  std::vector<std::byte> memory(encoder_type::workspace_bytes(*profile));
   auto encoder = encoder_type::begin(*profile, memory, sink);
   if (!encoder) return encoder.error();
   if (const auto done = encoder->append(*in); !done) return done.error();
   if (const auto done = encoder->finish(); !done) return done.error();
 
-  // Decode everything, or any layers and tokens: decode({0, 1}, {100, 200}, ...).
+  // Decode everything, or any layers and tokens: decode({0, 1}, {100, 200}, ...). Chunks below are decoded on the way.
   const auto decoder = kvexact::stream_decoder<codec>::open(*profile, stream);
   if (!decoder) return decoder.error();
   memory.resize(decoder->workspace_bytes());
@@ -87,7 +84,8 @@ int main() {
     return 1;
   }
   const std::size_t bytes = source.keys.size() * sizeof(bf16);
-  const bool exact = std::memcmp(source.keys.data(), target.keys.data(), bytes) == 0 && std::memcmp(source.values.data(), target.values.data(), bytes) == 0;
+  const bool exact = std::memcmp(source.keys.data(), target.keys.data(), bytes) == 0 &&
+                     std::memcmp(source.values.data(), target.values.data(), bytes) == 0;
   std::printf("%zu bytes -> %zu bytes, bit-exact: %s\n", 2 * bytes, stream.size(), exact ? "yes" : "no");
   return exact ? 0 : 1;
 }

@@ -1,30 +1,35 @@
 // SPDX-License-Identifier: Apache-2.0
 // The codec on the command line, see --help.
-#include <CLI/CLI.hpp>
 #include <algorithm>
 #include <charconv>
 #include <chrono>
 #include <cinttypes>
-#include <common/mapped_file.hpp>
-#include <common/outcome.hpp>
-#include <common/output_file.hpp>
-#include <common/safetensors.hpp>
 #include <cstdio>
 #include <cstring>
+#include <deque>
 #include <filesystem>
 #include <fstream>
 #include <map>
-#include <nlohmann/json.hpp>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
+#include <CLI/CLI.hpp>
+#include <nlohmann/json.hpp>
+
+#include <common/cache_file.hpp>
+#include <common/interruption.hpp>
+#include <common/map_costs.hpp>
+#include <common/mapped_file.hpp>
+#include <common/outcome.hpp>
+#include <common/output_file.hpp>
+#include <common/profile_fit.hpp>
+#include <common/progress.hpp>
+#include <common/safetensors.hpp>
+#include <kvexact/codec/calibrate.hpp>
 #include <kvexact/codec/codec.hpp>
 #include <kvexact/core/version.hpp>
-
-#include "cache_file.hpp"
-#include "interruption.hpp"
-#include "progress.hpp"
 
 using namespace kvexact;
 using namespace kvexact::examples;
@@ -41,6 +46,10 @@ struct arguments {
   std::optional<double> rotary_base;
   std::optional<std::uint32_t> rotary_dim;
   std::string rotary_frequencies;
+  std::string predictor = "cross_layer";
+  bool plain = false;
+  calibration_options maps;
+  bool asks_for_maps = false;  // some option of `maps` was given
   bool as_json = false;
 };
 
@@ -69,9 +78,10 @@ status expect_same_shape(const std::string& path, const cache_shape& actual, con
   };
   const std::string found = path + ": shape_mismatch: ";
   if (fits.error().layer < 0)
-    return failure{fits.error().code, found + std::to_string(actual.layers()) + " layers, but " + owner + " has " + std::to_string(expected.layers())};
-  return failure{fits.error().code, found + "layer " + std::to_string(fits.error().layer) + " has " + layer(actual) + ", but in " + owner + " " +
-                                        layer(expected)};
+    return failure{fits.error().code,
+                   found + std::to_string(actual.layers()) + " layers, but " + owner + " has " + std::to_string(expected.layers())};
+  return failure{fits.error().code, found + "layer " + std::to_string(fits.error().layer) + " has " + layer(actual) + ", but in " + owner +
+                                        " " + layer(expected)};
 }
 
 void print_json(const json& report) {
@@ -104,11 +114,17 @@ class stopwatch {
   std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
 };
 
-/// Calls work.operator()<Codec>() for a number format and a predictor.
+/// Calls work.operator()<Codec>() for a number format and the id of a predictor.
 template <class Work>
-status with_codec(number_format format, bool predicted, Work&& work) {
-  const auto choose = [&]<class Scalar>() {
-    return predicted ? work.template operator()<codec_with_prediction<Scalar>>() : work.template operator()<codec_without_model<Scalar>>();
+status with_codec(number_format format, std::uint32_t predictor, Work&& work) {
+  const auto choose = [&]<class Scalar>() -> status {
+    switch (predictor) {
+      case channel_mean::id: return work.template operator()<plain_codec_without_model<Scalar>>();
+      case external::id: return work.template operator()<plain_codec_with_prediction<Scalar>>();
+      case cross_layer<channel_mean>::id: return work.template operator()<codec_without_model<Scalar>>();
+      case cross_layer<external>::id: return work.template operator()<codec_with_prediction<Scalar>>();
+      default: return failure{error_code::unsupported, "unknown predictor"};
+    }
   };
   switch (format) {
     case number_format::bfloat16: return choose.template operator()<bf16>();
@@ -117,6 +133,26 @@ status with_codec(number_format format, bool predicted, Work&& work) {
     case number_format::float8_e5m2: return choose.template operator()<fp8_e5m2>();
   }
   return failure{error_code::unsupported, "unknown number format"};
+}
+
+const char* predictor_name(std::uint32_t id) {
+  switch (id) {
+    case stored_mode: return "stored";
+    case channel_mean::id: return channel_mean::name;
+    case external::id: return external::name;
+    case cross_layer<channel_mean>::id: return cross_layer<channel_mean>::name;
+    case cross_layer<external>::id: return cross_layer<external>::name;
+    case closed_loop::id: return closed_loop::name;
+    default: return "unknown";
+  }
+}
+
+/// The closed loop needs an engine, which this tool has none of.
+status expect_no_loop(const std::string& path, std::uint32_t predictor) {
+  if (predictor != closed_loop::id) return done;
+  return failure{error_code::unsupported, path +
+                                              ": unsupported: for the closed loop, which needs an engine that predicts layer by layer; "
+                                              "kvexact has none, smollm2_codec has that of SmolLM2"};
 }
 
 /// A cache file and a view of it.
@@ -153,10 +189,12 @@ outcome<rotary> described_rotary(const arguments& args, const cache_shape& shape
       double value = 0;
       const auto [end, problem] = std::from_chars(word.data(), word.data() + word.size(), value);
       if (problem != std::errc{} || end != word.data() + word.size())
-        return failure{error_code::invalid_argument, args.rotary_frequencies + ": " + in_quotes(word) + " where a decimal number should stand"};
+        return failure{error_code::invalid_argument,
+                       args.rotary_frequencies + ": " + in_quotes(word) + " where a decimal number should stand"};
       radians.push_back(value);
     }
-    if (file.bad() || radians.empty()) return failure{error_code::invalid_argument, args.rotary_frequencies + ": should hold decimal numbers"};
+    if (file.bad() || radians.empty())
+      return failure{error_code::invalid_argument, args.rotary_frequencies + ": should hold decimal numbers"};
     const auto made = rotary::from_radians(pairing, radians);
     if (!made) return at(args.rotary_frequencies, made.error());
     return *made;
@@ -171,41 +209,59 @@ status calibrate(const arguments& args) {
   const bool predicted = !args.predictions.empty();
   if (predicted && args.predictions.size() != args.inputs.size())
     return failure{error_code::invalid_argument, "calibrate: give one --prediction for each cache, in the same order"};
+  if (predicted && args.predictor == "none")
+    return failure{error_code::invalid_argument,
+                   "calibrate: --predictor none has no use for --prediction (--plain takes predictions as they are)"};
+  const bool plain = args.plain || args.predictor == "none";
+  if (plain && args.asks_for_maps)
+    return failure{error_code::invalid_argument,
+                   std::string("calibrate: --layers-back, --rank, --per-head and --block-size shape the maps across "
+                               "layers, and with ") +
+                       (args.plain ? "--plain" : "--predictor none") + " there are none"};
+  const std::uint32_t predictor =
+      predicted ? (plain ? external::id : cross_layer<external>::id) : (plain ? channel_mean::id : cross_layer<channel_mean>::id);
   const stopwatch watch;
-  auto first = cache_file::open(args.inputs.front());
-  if (!first) return first.error();
-  const cache_description about = first->about();
-  return with_codec(about.format, predicted, [&]<class Codec>() -> status {
+  std::vector<cache_file> caches;
+  std::vector<cache_file> predictions;
+  std::uint64_t tokens = 0;
+  for (std::size_t i = 0; i < args.inputs.size(); ++i) {
+    auto cache = cache_file::open(args.inputs[i]);
+    if (!cache) return cache.error();
+    caches.push_back(*std::move(cache));
+    const cache_description& first = caches.front().about();
+    if (caches[i].about().format != first.format)
+      return failure{error_code::dtype_mismatch, args.inputs[i] + ": other number format than " + args.inputs[0]};
+    if (const auto fits = expect_same_shape(args.inputs[i], caches[i].about().shape, args.inputs[0], first.shape); !fits) return fits;
+    tokens += caches[i].about().tokens;
+    if (!predicted) continue;
+    auto prediction = open_prediction(args.predictions[i], caches[i].about(), args.inputs[i]);
+    if (!prediction) return prediction.error();
+    predictions.push_back(*std::move(prediction));
+  }
+  const cache_description& about = caches.front().about();
+  return with_codec(about.format, predictor, [&]<class Codec>() -> status {
+    using scalar = typename Codec::scalar;
     const auto rotation = described_rotary(args, about.shape);
     if (!rotation) return rotation.error();
-    auto statistics = calibrator<Codec>::make(about.shape, *rotation);
-    if (!statistics) return at("calibrate", statistics.error());
-    progress_bar bar("calibrating", args.inputs.size() * statistics->passes, !args.as_json);
-    std::uint64_t tokens = 0;
-    for (int pass = 0; pass < statistics->passes; ++pass) {
-      tokens = 0;
-      for (std::size_t i = 0; i < args.inputs.size(); ++i) {
-        auto cache = cache_file::open(args.inputs[i]);
-        if (!cache) return cache.error();
-        if (cache->about().format != about.format) return failure{error_code::dtype_mismatch, args.inputs[i] + ": other number format than " + args.inputs[0]};
-        if (const auto fits = expect_same_shape(args.inputs[i], cache->about().shape, args.inputs[0], about.shape); !fits) return fits;
-        const viewed_cache<typename Codec::scalar> seen{*cache};
-        result<void> observed;
-        if constexpr (Codec::predictor_type::needs_prediction) {
-          auto prediction = open_prediction(args.predictions[i], cache->about(), args.inputs[i]);
-          if (!prediction) return prediction.error();
-          const viewed_cache<bf16> guessed{*prediction};
-          observed = statistics->observe(seen.view, guessed.view, cache->about().scales);
-        } else {
-          observed = statistics->observe(seen.view, no_prediction{}, cache->about().scales);
-        }
-        if (!observed) return at(args.inputs[i], observed.error());
-        tokens += cache->about().tokens;
-        bar.set(static_cast<std::uint64_t>(pass) * args.inputs.size() + i + 1);
-      }
-      if (const auto ended = statistics->next_pass(); !ended) return at("calibrate", ended.error());
+    std::deque<viewed_cache<scalar>> seen;
+    for (const cache_file& cache : caches) seen.emplace_back(cache);
+    std::optional<progress_note> note(std::in_place, plain ? "calibrating ..." : "calibrating, some seconds a cache ...", !args.as_json);
+    const auto run = [&]<class Example>(std::vector<Example> examples) {
+      return kvexact::calibrate<Codec>(about.shape, *rotation, examples, args.maps);
+    };
+    result<profile_data> data = error{};
+    if constexpr (Codec::predictor_type::needs_prediction) {
+      std::deque<viewed_cache<bf16>> guessed;
+      for (const cache_file& prediction : predictions) guessed.emplace_back(prediction);
+      std::vector<calibration_example<kv_cache_view<const scalar>, kv_cache_view<const bf16>>> examples;
+      for (std::size_t i = 0; i < caches.size(); ++i) examples.push_back({seen[i].view, guessed[i].view, caches[i].about().scales});
+      data = run(std::move(examples));
+    } else {
+      std::vector<calibration_example<kv_cache_view<const scalar>>> examples;
+      for (std::size_t i = 0; i < caches.size(); ++i) examples.push_back({seen[i].view, {}, caches[i].about().scales});
+      data = run(std::move(examples));
     }
-    const auto data = statistics->finish();
+    note.reset();
     if (!data) return at("calibrate", data.error());
     const auto bytes = serialize_profile(*data);
     if (!bytes) return at(args.out, bytes.error());
@@ -214,35 +270,46 @@ status calibrate(const arguments& args) {
     if (auto written = file->append(*bytes); !written) return written;
     if (auto committed = file->commit(); !committed) return committed;
     if (args.as_json) {
-      json report{{"profile", args.out}, {"bytes", bytes->size()}, {"dtype", to_string(about.format)}, {"caches", args.inputs.size()}, {"tokens", tokens}, {"seconds", watch.seconds()}};
+      json report{{"profile", args.out},          {"bytes", bytes->size()}, {"dtype", to_string(about.format)},
+                  {"caches", args.inputs.size()}, {"tokens", tokens},       {"seconds", watch.seconds()}};
       for (const model_parameters& model : data->models)
-        report["bits_per_scalar"][model.predictor == channel_mean::id ? channel_mean::name : external::name] = model.bits_per_value_q8 / 256.0;
+        report["bits_per_scalar"][predictor_name(model.predictor)] = model.bits_per_value_q8 / 256.0;
       print_json(report);
     } else {
-      std::printf("%s: %zu bytes, from %zu caches of %s, %" PRIu64 " tokens, %.1f s\n", args.out.c_str(), bytes->size(), args.inputs.size(),
-                  to_string(about.format), tokens, watch.seconds());
+      std::printf("%s: %s, from %zu caches of %s, %" PRIu64 " tokens, %.1f s\n", args.out.c_str(), size_in_words(bytes->size()).c_str(),
+                  args.inputs.size(), to_string(about.format), tokens, watch.seconds());
       for (const model_parameters& model : data->models)
-        std::printf("  %-12s %.3f bits per scalar on this data\n", model.predictor == channel_mean::id ? channel_mean::name : external::name,
-                    model.bits_per_value_q8 / 256.0);
+        std::printf("  %-23s %.3f bits per scalar on this data\n", predictor_name(model.predictor), model.bits_per_value_q8 / 256.0);
     }
     return done;
   });
 }
 
-void report_coding(const arguments& args, const char* action, const cache_description& about, std::uint64_t stream_bytes, double seconds) {
+void report_coding(const arguments& args, const char* action, const cache_description& about, std::uint64_t stream_bytes, double seconds,
+                   const std::string& warning = {}) {
   const std::uint64_t scalars = about.tokens * about.shape.channels();
   const double bits = scalars == 0 ? 0 : 8.0 * static_cast<double>(stream_bytes) / static_cast<double>(scalars);
   const double ratio = stream_bytes == 0 ? 0 : static_cast<double>(about.value_bytes()) / static_cast<double>(stream_bytes);
   const double speed = seconds > 0 ? megabytes(about.value_bytes()) / seconds : 0;
   if (args.as_json) {
-    const json report{{"file", args.out},       {"dtype", to_string(about.format)}, {"tokens", about.tokens},         {"scalars", scalars},
-                      {"cache_bytes", about.value_bytes()}, {"stream_bytes", stream_bytes},    {"bits_per_scalar", bits}, {"ratio", ratio},
-                      {"seconds", seconds},     {"megabytes_per_second", speed}};
+    json report{{"file", args.out},
+                {"dtype", to_string(about.format)},
+                {"tokens", about.tokens},
+                {"scalars", scalars},
+                {"cache_bytes", about.value_bytes()},
+                {"stream_bytes", stream_bytes},
+                {"bits_per_scalar", bits},
+                {"ratio", ratio},
+                {"seconds", seconds},
+                {"megabytes_per_second", speed}};
+    if (!warning.empty()) report["warning"] = warning;
     print_json(report);
   } else {
-    std::printf("%s: %s %" PRIu64 " tokens of %s, cache %s, stream %s, %.3f bits per scalar, ratio %.3f, %.0f MB/s\n", args.out.c_str(), action, about.tokens,
-                to_string(about.format), size_in_words(about.value_bytes()).c_str(), size_in_words(stream_bytes).c_str(), bits, ratio, speed);
+    std::printf("%s: %s %" PRIu64 " tokens of %s, cache %s, stream %s, %.3f bits per scalar, ratio %.3f, %.0f MB/s\n", args.out.c_str(),
+                action, about.tokens, to_string(about.format), size_in_words(about.value_bytes()).c_str(),
+                size_in_words(stream_bytes).c_str(), bits, ratio, speed);
   }
+  if (!warning.empty()) std::fprintf(stderr, "kvexact: warning: %s: %s\n", args.out.c_str(), warning.c_str());
 }
 
 status encode(const arguments& args) {
@@ -251,14 +318,18 @@ status encode(const arguments& args) {
   auto profile_bytes = mapped_file::open(args.profile);
   if (!profile_bytes) return profile_bytes.error();
   const cache_description& about = cache->about();
-  return with_codec(about.format, !args.predictions.empty(), [&]<class Codec>() -> status {
-    const auto parameters = profile<Codec>::parse(profile_bytes->bytes());
-    if (!parameters) {
-      failure why = at(args.profile, parameters.error());
-      if (Codec::predictor_type::needs_prediction && why.code == error_code::profile_mismatch)
-        why.text += "; calibrate with --prediction to encode with one";
-      return why;
-    }
+  const auto parsed = parse_profile(profile_bytes->bytes());
+  if (!parsed) return at(args.profile, parsed.error());
+  const std::uint32_t predictor = parsed->data.models.front().predictor;
+  if (auto fits = expect_no_loop(args.profile, predictor); !fits) return fits;
+  return with_codec(about.format, predictor, [&]<class Codec>() -> status {
+    const auto parameters = profile<Codec>::make(parsed->data, parsed->hash, build_for::encode);
+    if (!parameters) return at(args.profile, parameters.error());
+    if (Codec::predictor_type::needs_prediction && args.predictions.empty())
+      return failure{error_code::prediction_missing,
+                     args.profile + ": prediction_missing: was calibrated with predictions; give that of the cache with --prediction"};
+    if (!Codec::predictor_type::needs_prediction && !args.predictions.empty())
+      return failure{error_code::profile_mismatch, args.profile + ": profile_mismatch: calibrate with --prediction to encode with one"};
     if (const auto fits = expect_same_shape(cache->path(), about.shape, args.profile, parameters->shape()); !fits) return fits;
     auto file = output_file::create(args.out);
     if (!file) return file.error();
@@ -272,13 +343,13 @@ status encode(const arguments& args) {
       return static_cast<bool>(io);
     };
     using encoder_type = stream_encoder<Codec, decltype(sink)>;
-    std::vector<std::byte> memory(encoder_type::workspace_bytes(about.shape));
+    std::vector<std::byte> memory(encoder_type::workspace_bytes(*parameters));
     auto encoder = encoder_type::begin(*parameters, memory, sink, about.scales);
     if (!encoder) return io ? at(args.out, encoder.error()) : io;
 
     // Some chunks at a time, for the sake of the progress bar; bounds at multiples of the chunk size leave the bytes as they are.
     constexpr std::uint64_t step = 1024;
-    progress_bar bar("encoding", about.tokens, !args.as_json);
+    std::optional<progress_bar> bar(std::in_place, "encoding", about.tokens, !args.as_json);
     const auto layers = cache->layers<typename Codec::scalar>();
     const stopwatch watch;
     const auto append_all = [&](const auto& prediction) -> status {
@@ -287,7 +358,7 @@ status encode(const arguments& args) {
         const std::uint64_t end = std::min(about.tokens, encoder->tokens() + step);
         const auto view = *kv_cache_view<const typename Codec::scalar>::make(about.shape, layers, {0, end});
         if (const auto appended = encoder->append(view, prediction); !appended) return io ? at(cache->path(), appended.error()) : io;
-        bar.set(end);
+        bar->set(end);
       }
       return done;
     };
@@ -300,8 +371,9 @@ status encode(const arguments& args) {
     }
     if (const auto finished = encoder->finish(); !finished) return io ? at(args.out, finished.error()) : io;
     const double seconds = watch.seconds();
+    bar.reset();
     if (auto committed = file->commit(); !committed) return committed;
-    report_coding(args, "encoded", about, written, seconds);
+    report_coding(args, "encoded", about, written, seconds, misfit(about.shape, encoder->chunks(), parsed->data.models.front()));
     return done;
   });
 }
@@ -315,8 +387,8 @@ status decode(const arguments& args) {
   const auto opened = inspect_stream(stream->bytes());
   if (!opened) return at(path, opened.error());
   const cache_description about{opened->header.shape, opened->header.format, opened->index.tokens, opened->header.storage_scales};
-  const bool predicted = opened->header.predictor == external::id;
-  return with_codec(about.format, predicted, [&]<class Codec>() -> status {
+  if (auto fits = expect_no_loop(path, opened->header.predictor); !fits) return fits;
+  return with_codec(about.format, opened->header.predictor, [&]<class Codec>() -> status {
     const auto parameters = profile<Codec>::parse(profile_bytes->bytes(), build_for::decode);
     if (!parameters) return at(args.profile, parameters.error());
     const auto decoder = stream_decoder<Codec>::open(*parameters, stream->bytes());
@@ -333,7 +405,7 @@ status decode(const arguments& args) {
     const auto view = *kv_cache_view<typename Codec::scalar>::make(about.shape, layers, {0, about.tokens});
     std::vector<std::byte> memory(decoder->workspace_bytes());
 
-    progress_bar bar("decoding", about.tokens, !args.as_json);
+    std::optional<progress_bar> bar(std::in_place, "decoding", about.tokens, !args.as_json);
     const stopwatch watch;
     const auto decode_all = [&](const auto& prediction) -> status {
       for (std::uint64_t token = 0; token < about.tokens;) {
@@ -344,7 +416,7 @@ status decode(const arguments& args) {
           if (why.code == error_code::prediction_missing) why.text += "; give it with --prediction";
           return why;
         }
-        bar.set(token = end);
+        bar->set(token = end);
       }
       return done;
     };
@@ -356,16 +428,46 @@ status decode(const arguments& args) {
       if (auto decoded = decode_all(no_prediction{}); !decoded) return decoded;
     }
     const double seconds = watch.seconds();
+    bar.reset();
     if (auto committed = out->commit(); !committed) return committed;
     report_coding(args, "decoded", about, stream->bytes().size(), seconds);
     return done;
   });
 }
 
-const char* mode_name(std::uint32_t mode) {
-  if (mode == stored_mode) return "stored";
-  if (mode == channel_mean::id) return channel_mean::name;
-  return mode == external::id ? external::name : "unknown";
+/// What of a stream can be decoded without the rest of it.
+const char* decodes_alone(std::uint32_t predictor) {
+  if (predictor == channel_mean::id || predictor == external::id) return "any layers and tokens";
+  return predictor == closed_loop::id ? "any token prefix" : "any token range";
+}
+
+json describe_maps(const layer_maps& maps, const cache_shape& shape) {
+  const map_costs costs = costs_of(maps);
+  return {{"layers_back", maps.layers_back},
+          {"rank", maps.rank},
+          {"block_size", maps.block_size},
+          {"per_head", maps.per_head},
+          {"clamped_feedback", maps.clamped_feedback},
+          {"corrected_hidden_width", maps.hidden_width},
+          {"bytes", costs.bytes},
+          {"multiply_adds_per_scalar", static_cast<double>(costs.multiply_adds) / static_cast<double>(shape.channels())}};
+}
+
+std::string maps_in_words(const json& maps) {
+  std::string text = std::to_string(maps["layers_back"].get<int>()) + " layers back, ";
+  if (maps["per_head"].get<bool>()) {
+    text += "each head on its own, ";
+  } else if (const int rank = maps["rank"].get<int>(); rank > 0) {
+    text += "rank " + std::to_string(rank) + ", ";
+  }
+  const auto block_size = maps["block_size"].get<std::uint32_t>();
+  text += block_size == 0 ? "whole tiles" : "blocks of " + std::to_string(block_size) + " channels";
+  if (maps["clamped_feedback"].get<bool>()) text += ", clamped feedback";
+  if (const int width = maps["corrected_hidden_width"].get<int>(); width > 0)
+    text += ", corrects " + std::to_string(width) + " hidden channels";
+  char costs[60];
+  std::snprintf(costs, sizeof costs, "%.0f multiply-adds per scalar", maps["multiply_adds_per_scalar"].get<double>());
+  return text + "; " + size_in_words(maps["bytes"].get<std::uint64_t>()) + ", " + costs;
 }
 
 json describe_shape(const cache_shape& shape) {
@@ -389,11 +491,12 @@ status inspect_a_stream(const arguments& args, std::span<const std::byte> bytes)
   json report{{"file", path},
               {"kind", "stream"},
               {"dtype", to_string(header.format)},
-              {"predictor", mode_name(header.predictor)},
+              {"predictor", predictor_name(header.predictor)},
               {"profile_hash", hex(header.profile_hash)},
               {"tokens", about.tokens},
               {"shape", describe_shape(header.shape)},
               {"storage_scales", header.storage_scales.size()},
+              {"token_ids", opened->token_ids.size()},
               {"chunks", opened->index.chunks.size()},
               {"lanes", header.lanes},
               {"precision", header.precision},
@@ -401,26 +504,26 @@ status inspect_a_stream(const arguments& args, std::span<const std::byte> bytes)
               {"ratio", static_cast<double>(about.value_bytes()) / static_cast<double>(bytes.size())}};
   struct group {
     std::uint64_t values = 0, bytes = 0;
-    std::uint32_t modes = 0;
+    std::set<std::uint32_t> modes;
   };
   std::map<std::pair<std::uint64_t, std::uint64_t>, group> groups;
-  bool needs_prediction = false;
+  bool needs_prediction = false, needs_engine = false;
   for (const chunk_record& record : opened->index.chunks) {
     group& sum = groups[{record.layers().begin, record.layers().end}];
     std::uint64_t channels = 0;
-    for (std::uint64_t l = record.layers().begin; l < record.layers().end; ++l) channels += header.shape.layer(static_cast<std::uint32_t>(l)).channels();
+    for (std::uint64_t l = record.layers().begin; l < record.layers().end; ++l)
+      channels += header.shape.layer(static_cast<std::uint32_t>(l)).channels();
     sum.values += channels * record.token_count;
     sum.bytes += record.bytes;
-    sum.modes |= 1U << std::min(record.mode, 3U);
-    needs_prediction = needs_prediction || record.mode == external::id;
+    sum.modes.insert(record.mode);
+    needs_prediction = needs_prediction || record.mode == external::id || record.mode == cross_layer<external>::id;
+    needs_engine = needs_engine || record.mode == closed_loop::id;
   }
   const std::uint64_t scalar_bytes = dtype_size(dtype_of(header.format));
   report["layers"] = json::array();
   for (const auto& [layers, sum] : groups) {
     json modes = json::array();
-    for (std::uint32_t mode = 0; mode < 4; ++mode) {
-      if ((sum.modes >> mode) & 1U) modes.push_back(mode_name(mode));
-    }
+    for (const std::uint32_t mode : sum.modes) modes.push_back(predictor_name(mode));
     report["layers"].push_back({{"begin", layers.first},
                                 {"end", layers.second},
                                 {"bits_per_scalar", 8.0 * static_cast<double>(sum.bytes) / static_cast<double>(sum.values)},
@@ -429,27 +532,30 @@ status inspect_a_stream(const arguments& args, std::span<const std::byte> bytes)
   }
   json needs = json::array({"profile " + hex(header.profile_hash)});
   if (needs_prediction) needs.push_back("the prediction it was encoded with");
+  if (needs_engine) needs.push_back("the engine it was encoded with");
+  if (needs_engine && opened->token_ids.empty()) needs.push_back("the ids of its tokens");
   report["decoding_needs"] = needs;
+  report["decodes_alone"] = decodes_alone(header.predictor);
   if (args.as_json) {
     print_json(report);
     return done;
   }
-  std::printf("%s: stream of %" PRIu64 " tokens, %s, predictor %s, %zu bytes, ratio %.3f\n", path.c_str(), about.tokens, to_string(header.format),
-              mode_name(header.predictor), bytes.size(), report["ratio"].get<double>());
+  std::printf("%s: stream of %" PRIu64 " tokens, %s, predictor %s, %zu bytes, ratio %.3f\n", path.c_str(), about.tokens,
+              to_string(header.format), predictor_name(header.predictor), bytes.size(), report["ratio"].get<double>());
   for (const auto& run : report["shape"])
-    std::printf("  %d layers of %d kv heads, key dim %d, value dim %d\n", run["layers"].get<int>(), run["kv_heads"].get<int>(), run["key_dim"].get<int>(),
-                run["value_dim"].get<int>());
-  std::printf("  %zu chunks, interleaved rANS with %u lanes and %u bits, %zu storage scales\n", opened->index.chunks.size(), header.lanes, header.precision,
-              header.storage_scales.size());
-  std::printf("  decoding needs:");
-  for (const auto& each : needs) std::printf("%s %s", &each == &needs.front() ? "" : " and", each.get<std::string>().c_str());
-  std::printf("\n  layers      bits per scalar   ratio   coded by\n");
+    std::printf("  %d layers of %d kv heads, key dim %d, value dim %d\n", run["layers"].get<int>(), run["kv_heads"].get<int>(),
+                run["key_dim"].get<int>(), run["value_dim"].get<int>());
+  std::printf("  %zu chunks, interleaved rANS with %u lanes and %u bits, %zu storage scales\n", opened->index.chunks.size(), header.lanes,
+              header.precision, header.storage_scales.size());
+  std::printf("  decoding needs: ");
+  for (const auto& each : needs) std::printf("%s%s", &each == &needs.front() ? "" : " and ", each.get<std::string>().c_str());
+  if (!opened->token_ids.empty()) std::printf("; carries the ids of its tokens");
+  std::printf("\n  decodes alone: %s\n  layers      bits per scalar   ratio   coded by\n", decodes_alone(header.predictor));
   for (const auto& [layers, sum] : groups) {
-    std::printf("  %4" PRIu64 " - %-4" PRIu64 " %15.3f %7.3f  ", layers.first, layers.second - 1, 8.0 * static_cast<double>(sum.bytes) / static_cast<double>(sum.values),
+    std::printf("  %4" PRIu64 " - %-4" PRIu64 " %15.3f %7.3f  ", layers.first, layers.second - 1,
+                8.0 * static_cast<double>(sum.bytes) / static_cast<double>(sum.values),
                 static_cast<double>(sum.values * scalar_bytes) / static_cast<double>(sum.bytes));
-    for (std::uint32_t mode = 0; mode < 4; ++mode) {
-      if ((sum.modes >> mode) & 1U) std::printf(" %s", mode_name(mode));
-    }
+    for (const std::uint32_t mode : sum.modes) std::printf(" %s,", predictor_name(mode));
     std::printf("\n");
   }
   return done;
@@ -469,21 +575,30 @@ status inspect_a_profile(const arguments& args, std::span<const std::byte> bytes
   const rotary& rotation = parsed->data.rotation;
   if (rotation.dim() > 0)
     report["rotary"] = {{"pairs", rotation.pairing() == rotary_pairing::interleaved ? "interleaved" : "half"}, {"dim", rotation.dim()}};
-  for (const model_parameters& model : parsed->data.models)
-    report["models"].push_back({{"predictor", mode_name(model.predictor)}, {"tables", model.tables.size()}, {"bits_per_scalar", model.bits_per_value_q8 / 256.0}});
+  if (!parsed->data.note.empty()) report["note"] = parsed->data.note;
+  for (const model_parameters& model : parsed->data.models) {
+    report["models"].push_back({{"predictor", predictor_name(model.predictor)},
+                                {"tables", model.tables.size()},
+                                {"bits_per_scalar", model.bits_per_value_q8 / 256.0}});
+    if (!model.maps.empty()) report["models"].back()["maps"] = describe_maps(model.maps, parsed->data.shape);
+  }
   if (args.as_json) {
     print_json(report);
     return done;
   }
   std::printf("%s: profile %s for %s, %zu bytes\n", path.c_str(), hex(parsed->hash).c_str(), to_string(parsed->data.format), bytes.size());
   for (const auto& run : report["shape"])
-    std::printf("  %d layers of %d kv heads, key dim %d, value dim %d\n", run["layers"].get<int>(), run["kv_heads"].get<int>(), run["key_dim"].get<int>(),
-                run["value_dim"].get<int>());
+    std::printf("  %d layers of %d kv heads, key dim %d, value dim %d\n", run["layers"].get<int>(), run["kv_heads"].get<int>(),
+                run["key_dim"].get<int>(), run["value_dim"].get<int>());
   if (rotation.dim() > 0)
-    std::printf("  keys rotated by position, %u dimensions in %s pairs\n", rotation.dim(), report["rotary"]["pairs"].get<std::string>().c_str());
-  for (const auto& model : report["models"])
-    std::printf("  %-12s %5d tables, %.3f bits per scalar on the calibration data\n", model["predictor"].get<std::string>().c_str(), model["tables"].get<int>(),
-                model["bits_per_scalar"].get<double>());
+    std::printf("  keys rotated by position, %u dimensions in %s pairs\n", rotation.dim(),
+                report["rotary"]["pairs"].get<std::string>().c_str());
+  for (const auto& model : report["models"]) {
+    std::printf("  %-23s %5d tables, %.3f bits per scalar on the calibration data\n", model["predictor"].get<std::string>().c_str(),
+                model["tables"].get<int>(), model["bits_per_scalar"].get<double>());
+    if (model.contains("maps")) std::printf("    maps: %s\n", maps_in_words(model["maps"]).c_str());
+  }
+  if (!parsed->data.note.empty()) std::printf("  note: %s\n", in_quotes(parsed->data.note).c_str());
   return done;
 }
 
@@ -492,7 +607,8 @@ status inspect(const arguments& args) {
   if (!file) return file.error();
   const auto bytes = file->bytes();
   // A container says what it holds in bytes 8 to 11; whatever is no profile is judged as a stream.
-  const bool is_profile = bytes.size() >= 12 && load_little_endian<std::uint32_t>(bytes.data() + 8) == static_cast<std::uint32_t>(container_kind::profile);
+  const bool is_profile =
+      bytes.size() >= 12 && load_little_endian<std::uint32_t>(bytes.data() + 8) == static_cast<std::uint32_t>(container_kind::profile);
   return is_profile ? inspect_a_profile(args, bytes) : inspect_a_stream(args, bytes);
 }
 
@@ -500,7 +616,8 @@ status inspect(const arguments& args) {
 std::string place_in(const tensor& values, std::uint64_t element) {
   if (values.shape.size() == 3) {
     const std::uint64_t heads = values.shape[1], dim = values.shape[2];
-    return "token " + std::to_string(element / (heads * dim)) + ", head " + std::to_string(element / dim % heads) + ", dim " + std::to_string(element % dim);
+    return "token " + std::to_string(element / (heads * dim)) + ", head " + std::to_string(element / dim % heads) + ", dim " +
+           std::to_string(element % dim);
   }
   return "element " + std::to_string(element);
 }
@@ -511,7 +628,8 @@ std::string first_difference(const safetensors_file& a, const safetensors_file& 
     const tensor* const right = b.find(left.name);
     if (right == nullptr) return "tensor " + in_quotes(left.name) + " is missing in " + b.path();
     if (left.type != right->type || left.shape != right->shape)
-      return "tensor " + in_quotes(left.name) + " is " + left.description() + " in " + a.path() + " and " + right->description() + " in " + b.path();
+      return "tensor " + in_quotes(left.name) + " is " + left.description() + " in " + a.path() + " and " + right->description() + " in " +
+             b.path();
     if (left.data.size() == 0 || std::memcmp(left.data.data(), right->data.data(), left.data.size()) == 0) continue;
     const auto different = std::mismatch(left.data.begin(), left.data.end(), right->data.begin()).first;
     const std::uint64_t size = dtype_size(left.type);
@@ -570,7 +688,7 @@ int main(int argc, char** argv) try {
       "  safetensors.torch.save_file({f\"layers.{n}.{name}\": x[0].transpose(0, 1).contiguous()\n"
       "                               for n, (k, v) in enumerate(layers) for name, x in ((\"k\", k), (\"v\", v))}, \"a.safetensors\")\n"
       "A prediction is another cache of the same shape in BF16, for example from a quantised copy of the model; it makes streams much\n"
-      "smaller, and decoding needs it again, equal to the bit.\n");
+      "smaller, and decoding needs it again, equal to the bit. Without one, decoding needs nothing but the profile.\n");
   app.footer(
       "Example, from a few caches of your model to one that is small:\n"
       "  kvexact calibrate --out model.kvp a.safetensors b.safetensors c.safetensors\n"
@@ -587,23 +705,29 @@ int main(int argc, char** argv) try {
   app.set_version_flag("--version", std::to_string(KVEXACT_VERSION_MAJOR) + "." + std::to_string(KVEXACT_VERSION_MINOR) + "." +
                                         std::to_string(KVEXACT_VERSION_PATCH));
   arguments args;
-  const auto add_json = [&args](CLI::App* command) { command->add_flag("--json", args.as_json, "Print the report as JSON, and no progress bar"); };
+  const auto add_json = [&args](CLI::App* command) {
+    command->add_flag("--json", args.as_json, "Print the report as JSON, and no progress bar");
+  };
   const auto add_profile = [&args](CLI::App* command) {
     command->add_option("--profile", args.profile, "Profile made by calibrate")->required()->type_name("PROFILE");
   };
 
   CLI::App* const calibrate_command = app.add_subcommand("calibrate", "Makes a profile from example caches of one model");
-  calibrate_command->add_option("caches", args.inputs, "Example caches; 16 sequences of 1024 tokens are plenty")->required()->type_name("CACHE...");
+  calibrate_command->add_option("caches", args.inputs, "Example caches; 16 sequences of 1024 tokens are plenty")
+      ->required()
+      ->type_name("CACHE...");
   calibrate_command->add_option("--out,-o", args.out, "The profile")->required()->type_name("PROFILE");
   calibrate_command->add_option("--prediction", args.predictions, "Prediction of a cache: once for each cache, in the same order")
       ->type_name("FILE")
       ->allow_extra_args(false);
   CLI::Option* const rope_base =
       calibrate_command
-          ->add_option("--rope-base", args.rotary_base, "Base of the rotary embedding (rope_theta), e.g. 10000, if keys are cached rotated: streams get smaller")
+          ->add_option("--rope-base", args.rotary_base,
+                       "Base of the rotary embedding (rope_theta), e.g. 10000, if keys are cached rotated: streams get smaller")
           ->type_name("BASE");
   calibrate_command
-      ->add_option("--rope-frequencies", args.rotary_frequencies, "The same by a text file of inverse frequencies (radians a token), one a pair, for scaled embeddings")
+      ->add_option("--rope-frequencies", args.rotary_frequencies,
+                   "The same by a text file of inverse frequencies (radians a token), one a pair, for scaled embeddings")
       ->type_name("FILE")
       ->excludes(rope_base);
   calibrate_command
@@ -611,23 +735,57 @@ int main(int argc, char** argv) try {
                    "half (default): dimensions (i, i + d/2) turn together (Hugging Face), interleaved: (2i, 2i + 1) (llama.cpp)")
       ->check(CLI::IsMember({"half", "interleaved"}))
       ->type_name("PAIRS");
-  calibrate_command->add_option("--rope-dim", args.rotary_dim, "With --rope-base: dimensions that are rotated, from the first on (default: all)")
+  calibrate_command
+      ->add_option("--rope-dim", args.rotary_dim, "With --rope-base: dimensions that are rotated, from the first on (default: all)")
       ->type_name("N")
       ->needs(rope_base);
+  calibrate_command
+      ->add_option(
+          "--predictor", args.predictor,
+          "none: channel statistics only, small profiles and the fastest. cross_layer: each layer also from those below it, much smaller "
+          "streams for a profile of megabytes; with --prediction it sharpens the prediction")
+      ->check(CLI::IsMember({"none", "cross_layer"}))
+      ->capture_default_str()
+      ->type_name("NAME");
+  calibrate_command->add_flag("--plain", args.plain,
+                              "No maps across layers: with --prediction the published method, else the same as --predictor none");
+  const CLI::Option* const layers_back = calibrate_command
+                                             ->add_option("--layers-back", args.maps.layers_back,
+                                                          "Layers that cross_layer looks back at, 1 to 8 (default 3, with --prediction 1)")
+                                             ->check(CLI::Range(1U, layer_maps::most_layers_back))
+                                             ->type_name("N");
+  CLI::Option* const rank =
+      calibrate_command
+          ->add_option("--rank", args.maps.rank, "Rank of cross_layer's maps: smaller profiles, fewer multiply-adds (default: full)")
+          ->check(CLI::Range(1, 65536))
+          ->type_name("N");
+  const CLI::Option* const per_head =
+      calibrate_command->add_flag("--per-head", args.maps.per_head, "Maps within each head only: smaller and faster still")->excludes(rank);
+  const CLI::Option* const block_size =
+      calibrate_command
+          ->add_option("--block-size", args.maps.block_size,
+                       "Channels that are coded together and then help to predict the next of their tile; 0: whole tiles")
+          ->check(CLI::Range(0, 65536))
+          ->capture_default_str()
+          ->type_name("N");
   add_json(calibrate_command);
 
   CLI::App* const encode_command = app.add_subcommand("encode", "Writes a cache as a stream");
   encode_command->add_option("cache", args.inputs, "The cache")->required()->expected(1)->type_name("CACHE");
   encode_command->add_option("--out,-o", args.out, "The stream")->required()->type_name("STREAM");
   add_profile(encode_command);
-  encode_command->add_option("--prediction", args.predictions, "Prediction of the cache; decoding needs it too")->expected(1)->type_name("FILE");
+  encode_command->add_option("--prediction", args.predictions, "Prediction of the cache; decoding needs it too")
+      ->expected(1)
+      ->type_name("FILE");
   add_json(encode_command);
 
   CLI::App* const decode_command = app.add_subcommand("decode", "Gives back the cache of a stream, every bit of it");
   decode_command->add_option("stream", args.inputs, "The stream")->required()->expected(1)->type_name("STREAM");
   decode_command->add_option("--out,-o", args.out, "The cache")->required()->type_name("CACHE");
   add_profile(decode_command);
-  decode_command->add_option("--prediction", args.predictions, "The prediction that the stream was encoded with")->expected(1)->type_name("FILE");
+  decode_command->add_option("--prediction", args.predictions, "The prediction that the stream was encoded with")
+      ->expected(1)
+      ->type_name("FILE");
   add_json(decode_command);
 
   CLI::App* const inspect_command = app.add_subcommand("inspect", "Shows what a stream or a profile holds and what decoding needs");
@@ -644,6 +802,8 @@ int main(int argc, char** argv) try {
     return static_cast<int>(CLI::ExitCodes::ExtrasError);
   }
   CLI11_PARSE(app, argc, argv);
+  for (const CLI::Option* const option : {layers_back, static_cast<const CLI::Option*>(rank), per_head, block_size})
+    args.asks_for_maps = args.asks_for_maps || option->count() > 0;
   if (auto separate = expect_separate_output(args); !separate) return finish(separate);
   if (calibrate_command->parsed()) return finish(calibrate(args));
   if (encode_command->parsed()) return finish(encode(args));

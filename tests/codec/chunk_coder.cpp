@@ -9,7 +9,6 @@
 #include <doctest/doctest.h>
 
 #include <kvexact/prediction/channel_mean.hpp>
-#include <kvexact/prediction/external.hpp>
 
 #include "codec_under_test.hpp"
 
@@ -83,14 +82,19 @@ std::vector<odd_pattern> odd_patterns(number_format format) {
   };
 }
 
+std::vector<const codec_under_test*> codecs_with_prediction() {
+  std::vector<const codec_under_test*> those = most_codecs();
+  std::erase_if(those, [](const codec_under_test* codec) { return !codec->needs_prediction(); });
+  return those;
+}
+
 constexpr std::uint32_t stored = stored_mode;
 constexpr std::uint32_t mean = channel_mean::id;
-constexpr std::uint32_t predicted = external::id;
 
 }  // namespace
 
 TEST_CASE("chunk_coder: whatever a cache holds comes back and grows by at most half a percent and 512 bytes") {
-  for (const codec_under_test* const codec : all_codecs()) {
+  for (const codec_under_test* const codec : most_codecs()) {
     CAPTURE(codec->name());
     const prepared by(*codec, mixed_shape());
     const example usual = make_example(mixed_shape(), 290, codec->format(), 2);
@@ -108,9 +112,9 @@ TEST_CASE("chunk_coder: whatever a cache holds comes back and grows by at most h
 }
 
 TEST_CASE("chunk_coder: one or two random tokens of a wide model grow as little") {
-  const codec_under_test& codec = codec_for(number_format::float8_e4m3, false);
+  const codec_under_test& codec = codec_for(number_format::float8_e4m3, codec_kind::channel_mean);
   const auto shape = make_shape(std::vector<layer_shape>(32, layer_shape{8, 640, 512}));
-  const prepared by(codec, shape);
+  const prepared by(codec, shape, {}, 33);
   for (const std::uint64_t tokens : {1U, 2U}) {
     random_integers random(tokens);
     bits_cache cache(shape, tokens);
@@ -121,8 +125,11 @@ TEST_CASE("chunk_coder: one or two random tokens of a wide model grow as little"
 
 TEST_CASE("chunk_coder: whatever a cache was calibrated on, others come back") {
   // A profile of all zeros or of numbers near the largest, and the usual values.
-  for (const codec_under_test* const codec : {&codec_for(number_format::bfloat16, false), &codec_for(number_format::float8_e4m3, true),
-                                              &codec_for(number_format::float16, true), &codec_for(number_format::float8_e5m2, false)}) {
+  for (const codec_under_test* const codec :
+       {&codec_for(number_format::bfloat16, codec_kind::channel_mean), &codec_for(number_format::float8_e4m3, codec_kind::external),
+        &codec_for(number_format::float16, codec_kind::external), &codec_for(number_format::float8_e5m2, codec_kind::channel_mean),
+        &codec_for(number_format::bfloat16, codec_kind::cross_layer),
+        &codec_for(number_format::float8_e4m3, codec_kind::cross_layer_external)}) {
     CAPTURE(codec->name());
     for (const std::size_t which : {1U, 2U, 8U, 9U, 13U}) {
       const odd_pattern pattern = odd_patterns(codec->format())[which];
@@ -139,7 +146,7 @@ TEST_CASE("chunk_coder: whatever a cache was calibrated on, others come back") {
 }
 
 TEST_CASE("chunk_coder: one token of random bits grows no more either") {
-  for (const codec_under_test* const codec : all_codecs()) {
+  for (const codec_under_test* const codec : most_codecs()) {
     CAPTURE(codec->name());
     for (const cache_shape& shape : {*cache_shape::uniform(30, {3, 8, 8}), *cache_shape::uniform(30, {1, 2, 0}), make_shape({{1, 1, 0}})}) {
       const prepared by(*codec, shape, {}, 33);
@@ -158,9 +165,11 @@ TEST_CASE("chunk_coder: one token of random bits grows no more either") {
 }
 
 TEST_CASE("chunk_coder: each chunk takes the predictor that serves it best") {
-  for (const number_format format : all_formats) {
-    CAPTURE(to_string(format));
-    const prepared by(codec_for(format, true), mixed_shape());
+  for (const codec_under_test* const codec : codecs_with_prediction()) {
+    CAPTURE(codec->name());
+    const number_format format = codec->format();
+    const std::uint32_t predicted = codec->predictor();
+    const prepared by(*codec, mixed_shape());
     // Four bands: well predicted, badly predicted, noise, well predicted.
     example from = make_example(mixed_shape(), 128, format, 9);
     random_integers random(10);
@@ -177,9 +186,11 @@ TEST_CASE("chunk_coder: each chunk takes the predictor that serves it best") {
 
 TEST_CASE("chunk_coder: predictions that are no numbers count as zero") {
   const std::array<std::uint16_t, 6> odd{0x7fc0, 0xff81, 0x7f80, 0xff80, 0x7fff, 0x0001};
-  for (const number_format format : all_formats) {
-    CAPTURE(to_string(format));
-    const prepared by(codec_for(format, true), mixed_shape());
+  for (const codec_under_test* const codec : codecs_with_prediction()) {
+    CAPTURE(codec->name());
+    const number_format format = codec->format();
+    const std::uint32_t predicted = codec->predictor();
+    const prepared by(*codec, mixed_shape());
     example from = make_example(mixed_shape(), 100, format, 11);
     std::size_t i = 0;
     SUBCASE("all of them") {
@@ -206,7 +217,7 @@ TEST_CASE("chunk_coder: predictions that are no numbers count as zero") {
 }
 
 TEST_CASE("chunk_coder: fewer bits where less is unknown") {
-  for (const codec_under_test* const codec : all_codecs()) {
+  for (const codec_under_test* const codec : most_codecs()) {
     const prepared by(*codec, mixed_shape());
     const example from = make_example(mixed_shape(), 256, codec->format(), 13);
     const std::uint64_t bytes = from.cache.values() * bytes_of(codec->format());

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <concepts>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -10,12 +11,14 @@
 
 #include <doctest/doctest.h>
 
+#include <kvexact/codec/calibrate.hpp>
 #include <kvexact/codec/codec.hpp>
 #include <kvexact/entropy/range_coder.hpp>
 #include <kvexact/tensor/kv_cache_view.hpp>
 #include <kvexact/tensor/paged_kv_cache_view.hpp>
 
 #include "codec_under_test.hpp"
+#include "fake_engine.hpp"
 
 namespace kvexact::test {
 
@@ -62,7 +65,11 @@ class placed {
   template <class Use>
   auto read(Use&& use) {
     if (is_paged()) return use(paged_view());
-    return use(*kv_cache_view<const T>::make(*shape_, constant_tensors_, tokens_));
+    return use(strided_view());
+  }
+  [[nodiscard]] kv_cache_view<const T> strided_view() const {
+    REQUIRE(!is_paged());
+    return *kv_cache_view<const T>::make(*shape_, constant_tensors_, tokens_);
   }
   template <class Use>
   auto write(Use&& use) {
@@ -132,16 +139,18 @@ class placed {
   std::vector<layer_pools<T>> pools_;
 };
 
-/// Calls use(view of the cache, view of the prediction). A codec that needs none is given none.
+/// Calls use(what the codec's predictor wants to be handed).
 template <class Codec, class Use>
-auto with_views(const source& cache, const optional_source& prediction, Use&& use) {
-  placed<typename Codec::scalar> values(*cache.cache, cache.tokens, cache.how);
-  if constexpr (Codec::predictor_type::needs_prediction) {
-    REQUIRE(prediction.has_value());
-    placed<bf16> predicted(*prediction->cache, prediction->tokens, prediction->how);
-    return values.read([&](const auto& view) { return predicted.read([&](const auto& guess) { return use(view, guess); }); });
+auto with_side(const side_information& side, Use&& use) {
+  if constexpr (std::same_as<typename Codec::predictor_type, closed_loop>) {
+    REQUIRE(side.engine != nullptr);
+    return use(*side.engine);
+  } else if constexpr (Codec::predictor_type::needs_prediction) {
+    REQUIRE(side.cache.has_value());
+    placed<bf16> predicted(*side.cache->cache, side.cache->tokens, side.cache->how);
+    return predicted.read([&](const auto& guess) { return use(guess); });
   } else {
-    return values.read([&](const auto& view) { return use(view, no_prediction{}); });
+    return use(no_prediction{});
   }
 }
 
@@ -151,10 +160,12 @@ class encoder_instance final : public erased_encoder {
   encoder_instance(stream_encoder<Codec, byte_collector> encoder, std::vector<std::byte> memory)
       : encoder_(std::move(encoder)), memory_(std::move(memory)) {}
 
-  result<void> append(const source& cache, const optional_source& prediction) override {
-    return with_views<Codec>(cache, prediction, [&](const auto& view, const auto& guess) { return encoder_.append(view, guess); });
+  result<void> append(const source& cache, const side_information& side) override {
+    placed<typename Codec::scalar> values(*cache.cache, cache.tokens, cache.how);
+    return values.read(
+        [&](const auto& view) { return with_side<Codec>(side, [&](auto&& given) { return encoder_.append(view, given); }); });
   }
-  result<void> finish() override { return encoder_.finish(); }
+  result<void> finish(std::span<const std::uint32_t> token_ids) override { return encoder_.finish(token_ids); }
   std::uint64_t resume_offset() const override { return encoder_.resume_offset(); }
   std::uint64_t tokens() const override { return encoder_.tokens(); }
   std::span<const chunk_record> chunks() const override { return encoder_.chunks(); }
@@ -169,13 +180,12 @@ class decoder_instance final : public erased_decoder {
  public:
   explicit decoder_instance(stream_decoder<Codec> decoder) : decoder_(std::move(decoder)) {}
 
-  result<void> decode(const decode_call& call, bits_cache& to, const optional_source& prediction) const override {
+  result<void> decode(const decode_call& call, bits_cache& to, const side_information& side) const override {
     std::vector<std::byte> memory(call.workspace_bytes.value_or(decoder_.workspace_bytes()));
     placed<typename Codec::scalar> values(to, call.room, call.how);
     const auto decoded = values.write([&](const auto& view) -> result<void> {
-      if (!prediction) return decoder_.decode(call.layers, call.tokens, view, memory);
-      placed<bf16> predicted(*prediction->cache, prediction->tokens, prediction->how);
-      return predicted.read([&](const auto& guess) { return decoder_.decode(call.layers, call.tokens, view, memory, guess); });
+      if (!side.cache && side.engine == nullptr) return decoder_.decode(call.layers, call.tokens, view, memory);
+      return with_side<Codec>(side, [&](auto&& given) { return decoder_.decode(call.layers, call.tokens, view, memory, given); });
     });
     if (!values.take_back(to)) FAIL_CHECK("decoding touched memory outside the view");
     return decoded;
@@ -183,6 +193,7 @@ class decoder_instance final : public erased_decoder {
   std::uint64_t tokens() const override { return decoder_.tokens(); }
   const stream_header& header() const override { return decoder_.header(); }
   std::span<const chunk_record> chunks() const override { return decoder_.chunks(); }
+  std::span<const std::uint32_t> token_ids() const override { return decoder_.token_ids(); }
   std::size_t workspace_bytes() const override { return decoder_.workspace_bytes(); }
   index_range covering_tokens(index_range tokens) const override { return decoder_.covering_tokens(tokens); }
 
@@ -199,14 +210,15 @@ class ready_instance final : public ready_codec {
 
   std::uint64_t hash() const override { return profile_.hash(); }
   const cache_shape& shape() const override { return profile_.shape(); }
+  std::size_t encoder_workspace_bytes(chunk_options options) const override { return encoder_type::workspace_bytes(profile_, options); }
   result<std::unique_ptr<erased_encoder>> begin(byte_collector& sink, const encoder_call& call) const override {
-    std::vector<std::byte> memory(call.workspace_bytes.value_or(encoder_type::workspace_bytes(shape(), call.options.chunks)));
+    std::vector<std::byte> memory(call.workspace_bytes.value_or(encoder_workspace_bytes(call.options.chunks)));
     auto encoder = encoder_type::begin(profile_, memory, sink, call.scales, call.options);
     return erase(std::move(encoder), std::move(memory));
   }
   result<std::unique_ptr<erased_encoder>> resume(byte_collector& sink, std::span<const std::byte> stream,
                                                  const encoder_call& call) const override {
-    std::vector<std::byte> memory(call.workspace_bytes.value_or(encoder_type::workspace_bytes(shape(), call.options.chunks)));
+    std::vector<std::byte> memory(call.workspace_bytes.value_or(encoder_workspace_bytes(call.options.chunks)));
     auto encoder = encoder_type::resume(profile_, memory, sink, stream, call.options);
     return erase(std::move(encoder), std::move(memory));
   }
@@ -225,41 +237,44 @@ class ready_instance final : public ready_codec {
   profile<Codec> profile_;
 };
 
-template <class Codec>
-class calibrator_instance final : public erased_calibrator {
- public:
-  explicit calibrator_instance(calibrator<Codec> from) : calibrator_(std::move(from)) {}
-
-  result<void> observe(const source& cache, const optional_source& prediction, std::span<const std::uint32_t> scales) override {
-    return with_views<Codec>(cache, prediction,
-                             [&](const auto& view, const auto& guess) { return calibrator_.observe(view, guess, scales); });
-  }
-  result<void> next_pass() override { return calibrator_.next_pass(); }
-  result<profile_data> finish() override { return calibrator_.finish(); }
-
- private:
-  calibrator<Codec> calibrator_;
-};
-
-template <class Codec>
+template <class Codec, codec_kind Kind>
 class codec_instance final : public codec_under_test {
  public:
+  using scalar = typename Codec::scalar;
+
+  codec_kind kind() const override { return Kind; }
   number_format format() const override { return Codec::format; }
+  std::uint32_t predictor() const override { return Codec::predictor_type::id; }
   bool needs_prediction() const override { return Codec::predictor_type::needs_prediction; }
-  int passes() const override { return calibrator<Codec>::passes; }
-  result<std::unique_ptr<erased_calibrator>> calibrate(const cache_shape& shape, const rotary& rotation) const override {
-    auto made = calibrator<Codec>::make(shape, rotation);
-    if (!made) return made.error();
-    return std::unique_ptr<erased_calibrator>(std::make_unique<calibrator_instance<Codec>>(*std::move(made)));
+  result<profile_data> calibrate(const cache_shape& shape, const rotary& rotation, std::span<const calibration_input> inputs,
+                                 const calibration_options& options) const override {
+    std::vector<std::unique_ptr<placed<scalar>>> caches;
+    std::vector<std::unique_ptr<placed<bf16>>> predictions;
+    const auto run = [&]<class Prediction>(auto&& prediction_of, const Prediction&) {
+      std::vector<calibration_example<kv_cache_view<const scalar>, Prediction>> examples;
+      for (const calibration_input& each : inputs) {
+        caches.push_back(std::make_unique<placed<scalar>>(*each.cache.cache, each.cache.tokens, each.cache.how));
+        examples.push_back({caches.back()->strided_view(), prediction_of(each.side), each.scales});
+      }
+      return kvexact::calibrate<Codec>(shape, rotation, examples, options);
+    };
+    if constexpr (Kind == codec_kind::closed_loop) {
+      return run([](const side_information& side) { return side.engine; }, static_cast<fake_engine*>(nullptr));
+    } else if constexpr (Codec::predictor_type::needs_prediction) {
+      const auto place = [&](const side_information& side) {
+        predictions.push_back(std::make_unique<placed<bf16>>(*side.cache->cache, side.cache->tokens, side.cache->how));
+        return predictions.back()->strided_view();
+      };
+      return run(place, *kv_cache_view<const bf16>::make({}, {}, {}));
+    } else {
+      return run([](const side_information&) { return no_prediction{}; }, no_prediction{});
+    }
   }
   result<std::unique_ptr<ready_codec>> parse(std::span<const std::byte> profile_file, build_for use) const override {
     return erase(profile<Codec>::parse(profile_file, use));
   }
   result<std::unique_ptr<ready_codec>> make(const profile_data& data, std::uint64_t hash) const override {
     return erase(profile<Codec>::make(data, hash));
-  }
-  std::size_t encoder_workspace_bytes(const cache_shape& shape, chunk_options options) const override {
-    return stream_encoder<Codec, byte_collector>::workspace_bytes(shape, options);
   }
 
  private:
@@ -269,15 +284,34 @@ class codec_instance final : public codec_under_test {
   }
 };
 
-/// The two codecs of a format; defined in one file a format, which compile in parallel.
+template <class Scalar, codec_kind Kind>
+struct codec_of;
 template <class Scalar>
-const codec_under_test& instance_of(bool with_prediction);
+struct codec_of<Scalar, codec_kind::channel_mean> {
+  using type = plain_codec_without_model<Scalar>;
+};
+template <class Scalar>
+struct codec_of<Scalar, codec_kind::external> {
+  using type = plain_codec_with_prediction<Scalar>;
+};
+template <class Scalar>
+struct codec_of<Scalar, codec_kind::cross_layer> {
+  using type = codec_without_model<Scalar>;
+};
+template <class Scalar>
+struct codec_of<Scalar, codec_kind::cross_layer_external> {
+  using type = codec_with_prediction<Scalar>;
+};
+template <class Scalar>
+struct codec_of<Scalar, codec_kind::closed_loop> {
+  using type = codec_closed_loop<Scalar>;
+};
 
-template <class Scalar>
-const codec_under_test& make_instances(bool with_prediction) {
-  static const codec_instance<codec_without_model<Scalar>> without;
-  static const codec_instance<codec_with_prediction<Scalar>> with;
-  return with_prediction ? static_cast<const codec_under_test&>(with) : without;
+/// Instantiated in several files, which compile in parallel.
+template <class Scalar, codec_kind Kind>
+const codec_under_test& instance_of() {
+  static const codec_instance<typename codec_of<Scalar, Kind>::type, Kind> made;
+  return made;
 }
 
 }  // namespace kvexact::test

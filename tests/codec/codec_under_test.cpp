@@ -3,19 +3,20 @@
 
 namespace kvexact::test {
 
-template <class Scalar>
-const codec_under_test& instance_of(bool with_prediction);
-template <>
-const codec_under_test& instance_of<bf16>(bool with_prediction);
-template <>
-const codec_under_test& instance_of<fp16>(bool with_prediction);
-template <>
-const codec_under_test& instance_of<fp8_e4m3>(bool with_prediction);
-template <>
-const codec_under_test& instance_of<fp8_e5m2>(bool with_prediction);
+template <class Scalar, codec_kind Kind>
+const codec_under_test& instance_of();  // see codec_instance.hpp
 
-const codec_under_test& codec_for(number_format format, bool with_prediction) {
-  return with_scalar(format, [&]<class Scalar>() -> const codec_under_test& { return instance_of<Scalar>(with_prediction); });
+const codec_under_test& codec_for(number_format format, codec_kind kind) {
+  return with_scalar(format, [&]<class Scalar>() -> const codec_under_test& {
+    switch (kind) {
+      case codec_kind::channel_mean: return instance_of<Scalar, codec_kind::channel_mean>();
+      case codec_kind::external: return instance_of<Scalar, codec_kind::external>();
+      case codec_kind::cross_layer: return instance_of<Scalar, codec_kind::cross_layer>();
+      case codec_kind::cross_layer_external: return instance_of<Scalar, codec_kind::cross_layer_external>();
+      case codec_kind::closed_loop: break;
+    }
+    return instance_of<Scalar, codec_kind::closed_loop>();
+  });
 }
 
 }  // namespace kvexact::test

@@ -3,9 +3,7 @@
 
 namespace kvexact::test {
 
-template <>
-const codec_under_test& instance_of<bf16>(bool with_prediction) {
-  return make_instances<bf16>(with_prediction);
-}
+template const codec_under_test& instance_of<bf16, codec_kind::channel_mean>();
+template const codec_under_test& instance_of<bf16, codec_kind::external>();
 
 }  // namespace kvexact::test

@@ -3,9 +3,7 @@
 
 namespace kvexact::test {
 
-template <>
-const codec_under_test& instance_of<fp16>(bool with_prediction) {
-  return make_instances<fp16>(with_prediction);
-}
+template const codec_under_test& instance_of<fp16, codec_kind::channel_mean>();
+template const codec_under_test& instance_of<fp16, codec_kind::external>();
 
 }  // namespace kvexact::test

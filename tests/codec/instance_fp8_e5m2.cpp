@@ -3,9 +3,7 @@
 
 namespace kvexact::test {
 
-template <>
-const codec_under_test& instance_of<fp8_e5m2>(bool with_prediction) {
-  return make_instances<fp8_e5m2>(with_prediction);
-}
+template const codec_under_test& instance_of<fp8_e5m2, codec_kind::channel_mean>();
+template const codec_under_test& instance_of<fp8_e5m2, codec_kind::external>();
 
 }  // namespace kvexact::test

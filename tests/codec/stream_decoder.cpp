@@ -53,7 +53,10 @@ struct sample {
 }  // namespace
 
 TEST_CASE("stream_decoder: any range of layers and tokens decodes alone and touches nothing else") {
-  for (const codec_under_test* const codec : {&codec_for(number_format::bfloat16, false), &codec_for(number_format::float8_e4m3, true)}) {
+  for (const codec_under_test* const codec :
+       {&codec_for(number_format::bfloat16, codec_kind::channel_mean), &codec_for(number_format::float8_e4m3, codec_kind::external),
+        &codec_for(number_format::bfloat16, codec_kind::cross_layer),
+        &codec_for(number_format::float8_e4m3, codec_kind::cross_layer_external)}) {
     const sample all(*codec, 41);
     const auto decoder = all.by.ready->open(all.stream);
     REQUIRE(decoder);
@@ -76,43 +79,47 @@ TEST_CASE("stream_decoder: any range of layers and tokens decodes alone and touc
 }
 
 TEST_CASE("stream_decoder: needs no more of the cache and the prediction than the tokens it is asked for and their chunks") {
-  const sample all(codec_for(number_format::bfloat16, true));
-  const auto decoder = all.by.ready->open(all.stream);
-  REQUIRE(decoder);
-  CHECK((*decoder)->covering_tokens({40, 41}) == index_range{32, 64});
-  CHECK((*decoder)->covering_tokens({31, 33}) == index_range{0, 64});
-  CHECK((*decoder)->covering_tokens({0, 70}) == index_range{0, 70});
-  for (const layout how : {layout::nhd, layout::hnd}) {
+  for (const codec_kind kind : {codec_kind::external, codec_kind::cross_layer_external}) {
+    const sample all(codec_for(number_format::bfloat16, kind));
+    const auto decoder = all.by.ready->open(all.stream);
+    REQUIRE(decoder);
+    CHECK((*decoder)->covering_tokens({40, 41}) == index_range{32, 64});
+    CHECK((*decoder)->covering_tokens({31, 33}) == index_range{0, 64});
+    CHECK((*decoder)->covering_tokens({0, 70}) == index_range{0, 70});
+    for (const layout how : {layout::nhd, layout::hnd}) {
+      bits_cache decoded(all.from.cache.shape, 70, untouched);
+      REQUIRE((*decoder)->decode({{1, 2}, {40, 45}, {40, 45}, how}, decoded, source(all.from.prediction, index_range{32, 64})));
+      CHECK(holds_just(decoded, all.from.cache, {1, 2}, {40, 45}));
+    }
     bits_cache decoded(all.from.cache.shape, 70, untouched);
-    REQUIRE((*decoder)->decode({{1, 2}, {40, 45}, {40, 45}, how}, decoded, source(all.from.prediction, index_range{32, 64})));
-    CHECK(holds_just(decoded, all.from.cache, {1, 2}, {40, 45}));
+    for (const index_range covered : {index_range{33, 64}, index_range{32, 63}, index_range{40, 45}}) {
+      const error refused = error_of((*decoder)->decode({{1, 2}, {40, 45}, {40, 45}}, decoded, source(all.from.prediction, covered)));
+      CHECK(refused.code == error_code::out_of_range);
+      CHECK(refused.token == 32);
+    }
+    CHECK(holds_just(decoded, all.from.cache, {0, 0}, {0, 0}));
   }
-  bits_cache decoded(all.from.cache.shape, 70, untouched);
-  for (const index_range covered : {index_range{33, 64}, index_range{32, 63}, index_range{40, 45}}) {
-    const error refused = error_of((*decoder)->decode({{1, 2}, {40, 45}, {40, 45}}, decoded, source(all.from.prediction, covered)));
-    CHECK(refused.code == error_code::out_of_range);
-    CHECK(refused.token == 32);
-  }
-  CHECK(holds_just(decoded, all.from.cache, {0, 0}, {0, 0}));
 }
 
 TEST_CASE("stream_decoder: an empty range needs no chunk") {
-  sample all(codec_for(number_format::bfloat16, true));
-  const auto opened = all.by.ready->open(all.stream);
-  REQUIRE(opened);
-  // Damage in every chunk.
-  for (const chunk_record& record : (*opened)->chunks())
-    all.stream[static_cast<std::size_t>((*opened)->chunks()[0].offset + record.offset) + 300] ^= std::byte{1};
-  bits_cache decoded(all.from.cache.shape, 70, untouched);
-  CHECK((*opened)->decode({{0, 3}, {40, 40}, {0, 70}}, decoded));
-  CHECK((*opened)->decode({{1, 1}, {10, 50}, {0, 70}}, decoded));
-  CHECK((*opened)->decode({{3, 3}, {70, 70}, {70, 70}}, decoded));
-  CHECK((*opened)->covering_tokens({40, 40}) == index_range{40, 40});
-  CHECK(holds_just(decoded, all.from.cache, {0, 0}, {0, 0}));
+  for (const codec_kind kind : all_kinds) {
+    sample all(codec_for(number_format::bfloat16, kind));
+    const auto opened = all.by.ready->open(all.stream);
+    REQUIRE(opened);
+    // Damage in every chunk.
+    for (const chunk_record& record : (*opened)->chunks())
+      all.stream[static_cast<std::size_t>((*opened)->chunks()[0].offset + record.offset) + 300] ^= std::byte{1};
+    bits_cache decoded(all.from.cache.shape, 70, untouched);
+    CHECK((*opened)->decode({{0, 3}, {40, 40}, {0, 70}}, decoded));
+    CHECK((*opened)->decode({{1, 1}, {10, 50}, {0, 70}}, decoded));
+    CHECK((*opened)->decode({{3, 3}, {70, 70}, {70, 70}}, decoded));
+    CHECK((*opened)->covering_tokens({40, 40}) == index_range{40, 40});
+    CHECK(holds_just(decoded, all.from.cache, {0, 0}, {0, 0}));
+  }
 }
 
 TEST_CASE("stream_decoder: refuses what the stream does not hold") {
-  const sample all(codec_for(number_format::bfloat16, false));
+  const sample all(codec_for(number_format::bfloat16, codec_kind::channel_mean));
   const auto decoder = all.by.ready->open(all.stream);
   REQUIRE(decoder);
   bits_cache decoded(all.from.cache.shape, 80, untouched);
@@ -127,7 +134,7 @@ TEST_CASE("stream_decoder: refuses what the stream does not hold") {
 }
 
 TEST_CASE("stream_decoder: refuses caches and predictions of another shape and names the layer") {
-  const sample all(codec_for(number_format::bfloat16, true));
+  const sample all(codec_for(number_format::bfloat16, codec_kind::external));
   const auto decoder = all.by.ready->open(all.stream);
   REQUIRE(decoder);
   bits_cache other(make_shape({{1, 4, 2}, {1, 4, 0}, {1, 3, 3}}), 70, untouched);
@@ -143,20 +150,23 @@ TEST_CASE("stream_decoder: refuses caches and predictions of another shape and n
 }
 
 TEST_CASE("stream_decoder: refuses a workspace that is too small") {
-  const sample all(codec_for(number_format::bfloat16, false));
-  const auto decoder = all.by.ready->open(all.stream);
-  REQUIRE(decoder);
-  const std::size_t needed = (*decoder)->workspace_bytes();
-  CHECK(needed < 10000);
-  bits_cache decoded(all.from.cache.shape, 70, untouched);
-  for (const std::size_t bytes : {std::size_t{0}, std::size_t{1}, needed / 2, needed - 128})
-    CHECK(code_of((*decoder)->decode({{0, 3}, {0, 70}, {0, 70}, layout::nhd, bytes}, decoded)) == error_code::workspace_too_small);
-  CHECK(holds_just(decoded, all.from.cache, {0, 0}, {0, 0}));
+  for (const codec_kind kind : {codec_kind::channel_mean, codec_kind::cross_layer}) {
+    const sample all(codec_for(number_format::bfloat16, kind));
+    const auto decoder = all.by.ready->open(all.stream);
+    REQUIRE(decoder);
+    const std::size_t needed = (*decoder)->workspace_bytes();
+    CHECK(needed < 20000);
+    bits_cache decoded(all.from.cache.shape, 70, untouched);
+    for (const std::size_t bytes : {std::size_t{0}, std::size_t{1}, needed / 2, needed - 128})
+      CHECK(code_of((*decoder)->decode({{0, 3}, {0, 70}, {0, 70}, layout::nhd, bytes}, decoded)) == error_code::workspace_too_small);
+    CHECK(holds_just(decoded, all.from.cache, {0, 0}, {0, 0}));
+  }
 }
 
 TEST_CASE("stream_decoder: a missing prediction is named, chunks that need none decode without") {
-  for (const number_format format : all_formats) {
-    const sample all(codec_for(format, true));
+  for (const codec_under_test* const codec : all_codecs()) {
+    if (!codec->needs_prediction()) continue;
+    const sample all(*codec);
     const auto decoder = all.by.ready->open(all.stream);
     REQUIRE(decoder);
     bits_cache decoded(all.from.cache.shape, 70, untouched);
@@ -169,8 +179,11 @@ TEST_CASE("stream_decoder: a missing prediction is named, chunks that need none 
 }
 
 TEST_CASE("stream_decoder: a prediction that differs in any one bit is noticed before anything is written") {
-  for (const number_format format : {number_format::bfloat16, number_format::float8_e5m2}) {
-    const sample all(codec_for(format, true), 64, mixed_shape(), 39);
+  for (const codec_under_test* const codec :
+       {&codec_for(number_format::bfloat16, codec_kind::external), &codec_for(number_format::float8_e5m2, codec_kind::external),
+        &codec_for(number_format::bfloat16, codec_kind::cross_layer_external),
+        &codec_for(number_format::float8_e4m3, codec_kind::cross_layer_external)}) {
+    const sample all(*codec, 64, mixed_shape(), 39);
     const auto decoder = all.by.ready->open(all.stream);
     REQUIRE(decoder);
     random_integers random(4);
@@ -199,7 +212,7 @@ TEST_CASE("stream_decoder: a prediction that differs in any one bit is noticed b
 }
 
 TEST_CASE("stream_decoder: opens only streams of its codec and profile") {
-  const codec_under_test& codec = codec_for(number_format::bfloat16, false);
+  const codec_under_test& codec = codec_for(number_format::bfloat16, codec_kind::channel_mean);
   const prepared by(codec, tiny_shape());
   const std::vector<std::byte> stream = by.encode(make_example(tiny_shape(), 40, codec.format(), 2));
 
@@ -218,23 +231,25 @@ TEST_CASE("stream_decoder: opens only streams of its codec and profile") {
   SUBCASE("another number format") {
     for (const number_format format : all_formats) {
       if (format == codec.format()) continue;
-      const prepared other(codec_for(format, false), tiny_shape());
+      const prepared other(codec_for(format, codec_kind::channel_mean), tiny_shape());
       CHECK(code_of(other.ready->open(stream)) == error_code::dtype_mismatch);
     }
   }
   SUBCASE("another predictor, although the profile serves both") {
-    const prepared both(codec_for(number_format::bfloat16, true), tiny_shape());
-    const auto without = codec.parse(both.profile);
-    REQUIRE(without);
-    CHECK((*without)->hash() == both.ready->hash());
-    const example from = make_example(tiny_shape(), 40, codec.format(), 2);
-    CHECK(code_of((*without)->open(both.encode(from))) == error_code::unsupported);
-    const auto alone = (*without)->encode(from.cache);
-    REQUIRE(alone);
-    CHECK(code_of(both.ready->open(*alone)) == error_code::unsupported);
-    bits_cache decoded(tiny_shape(), 40);
-    REQUIRE((*(*without)->open(*alone))->decode_all(decoded));
-    CHECK(decoded == from.cache);
+    for (const codec_kind kind : {codec_kind::external, codec_kind::cross_layer, codec_kind::cross_layer_external}) {
+      const prepared both(codec_for(number_format::bfloat16, kind), tiny_shape());
+      const auto without = codec.parse(both.profile);
+      REQUIRE(without);
+      CHECK((*without)->hash() == both.ready->hash());
+      const example from = make_example(tiny_shape(), 40, codec.format(), 2);
+      CHECK(code_of((*without)->open(both.encode(from))) == error_code::unsupported);
+      const auto alone = (*without)->encode(from.cache);
+      REQUIRE(alone);
+      CHECK(code_of(both.ready->open(*alone)) == error_code::unsupported);
+      bits_cache decoded(tiny_shape(), 40);
+      REQUIRE((*(*without)->open(*alone))->decode_all(decoded));
+      CHECK(decoded == from.cache);
+    }
   }
   SUBCASE("a profile is no stream") { CHECK(code_of(by.ready->open(by.profile)) == error_code::corrupt); }
 }

@@ -87,7 +87,8 @@ void check_unrotated(const tile_shape& shape, const rotary& rotation) {
 
 }  // namespace
 
-static_assert(predictor<channel_mean> && channel_mean::needs == dependency::none && !channel_mean::needs_prediction);
+static_assert(tile_predictor<channel_mean> && !mapped_predictor<channel_mean> && channel_mean::needs == dependency::none &&
+              !channel_mean::needs_prediction);
 
 TEST_CASE("channel_mean: keys turn with their position, both pairings") {
   for (const rotary_pairing pairing : {rotary_pairing::interleaved, rotary_pairing::half_split}) {

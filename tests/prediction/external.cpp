@@ -48,8 +48,9 @@ void check_tile(const tile_shape& shape, const std::vector<std::uint32_t>& out) 
 
 }  // namespace
 
-static_assert(predictor<external, kv_cache_view<const bf16>> && predictor<external, paged_kv_cache_view<const bf16>> &&
-              predictor<external, kv_cache_view<bf16>> && external::needs == dependency::none && external::needs_prediction);
+static_assert(tile_predictor<external, kv_cache_view<const bf16>> && tile_predictor<external, paged_kv_cache_view<const bf16>> &&
+              tile_predictor<external, kv_cache_view<bf16>> && !tile_predictor<external> && !mapped_predictor<external> &&
+              external::needs == dependency::none && external::needs_prediction);
 
 TEST_CASE("external: the prediction transposed and widened, zeros behind it") {
   for (const test::layout order : test::layouts) {

@@ -36,14 +36,20 @@ struct only_without_prediction : zeros {
   static void predict(const tile_shape&, const tile_parameters&, const no_prediction&, std::uint32_t*) noexcept {}
 };
 
+/// Has a predict, but what it says of its dependency rules that out.
+struct says_it_needs_more : zeros {
+  static constexpr dependency needs = dependency::lower_layers;
+};
+
 struct some_prediction {};
 
 }  // namespace
 
-static_assert(predictor<zeros> && predictor<zeros, some_prediction>);
-static_assert(!predictor<may_throw>);
-static_assert(!predictor<without_dependency>);
-static_assert(predictor<only_without_prediction> && !predictor<only_without_prediction, some_prediction>);
+static_assert(predictor<zeros> && tile_predictor<zeros> && tile_predictor<zeros, some_prediction> && !mapped_predictor<zeros>);
+static_assert(predictor<may_throw> && !tile_predictor<may_throw>);
+static_assert(!predictor<without_dependency> && !tile_predictor<without_dependency> && !mapped_predictor<without_dependency>);
+static_assert(tile_predictor<only_without_prediction> && !tile_predictor<only_without_prediction, some_prediction>);
+static_assert(mapped_predictor<says_it_needs_more> && !tile_predictor<says_it_needs_more>);
 static_assert(!predictor<int>);
 
 TEST_CASE("predictor: a user's type is enough") {

@@ -4,9 +4,11 @@
 #include <algorithm>
 #include <array>
 #include <bit>
+#include <concepts>
 #include <cstddef>
 #include <cstdint>
 #include <span>
+#include <type_traits>
 
 #include <kvexact/bitstream/bit_io.hpp>
 #include <kvexact/bitstream/byte_io.hpp>
@@ -19,8 +21,10 @@
 #include <kvexact/core/workspace.hpp>
 #include <kvexact/entropy/entropy_coder.hpp>
 #include <kvexact/numeric/fixed_point.hpp>
+#include <kvexact/prediction/map_session.hpp>
 #include <kvexact/prediction/predictor.hpp>
 #include <kvexact/residual/residual_model.hpp>
+#include <kvexact/tensor/channel_blocks.hpp>
 #include <kvexact/tensor/tile.hpp>
 
 namespace kvexact::detail {
@@ -28,33 +32,74 @@ namespace kvexact::detail {
 // Checksums of values and predictions are taken over them as they lie in memory.
 static_assert(std::endian::native == std::endian::little, "kvexact: the codec needs a little-endian machine");
 
+/// Whether something of type `Prediction` can predict for a codec.
+template <class Codec, class Prediction>
+concept takes_prediction = (std::same_as<typename Codec::predictor_type, closed_loop> ? layerwise_predictor<std::remove_cvref_t<Prediction>>
+                                                                                      : kv_cache<std::remove_cvref_t<Prediction>>);
+
+/// Stands where the state of a mapped predictor would, for predictors of single tiles.
+struct no_session {
+  struct buffers {};
+};
+
+template <class Codec>
+struct session_of {
+  using type = no_session;
+};
+template <class Codec>
+  requires mapped_predictor<typename Codec::predictor_type>
+struct session_of<Codec> {
+  using type = map_session<typename Codec::predictor_type, typename Codec::scalar>;
+};
+/// What goes from one chunk of a token range to the next.
+template <class Codec>
+using session_type = typename session_of<Codec>::type;
+
 /// Memory that coding one chunk needs, carved from the caller's workspace.
-template <class Residual>
+template <class Codec>
 struct chunk_buffers {
-  using bits_type = typename Residual::bits_type;
+  using bits_type = typename Codec::residual_model_type::bits_type;
 
   std::span<bits_type> values;          // tiles of the chunk, one after the other, [channel][padded token]
   std::span<std::uint32_t> means;       // one tile
   std::span<std::uint8_t> symbols;      // encoder only: the whole chunk in coding order
   std::span<std::uint16_t> tables;      // encoder only, beside the symbols
   std::span<std::byte> payload;         // encoder only
+  std::span<std::byte> second_payload;  // encoder only, where there are two predictors to choose from
   std::span<std::byte> raw_bits;        // encoder only
+  typename session_type<Codec>::buffers session;
 
-  /// `most_values`: padded values of the largest chunk, `most_tile`: of the largest tile in it.
-  static chunk_buffers take(workspace& memory, std::size_t most_values, std::size_t most_tile, bool encode) noexcept {
+  static constexpr bool has_choice = !std::same_as<typename Codec::predictor_type, channel_mean>;
+
+  /// What the largest chunk needs, in padded values, and the longest token range.
+  struct sizes {
+    std::uint64_t values = 0;
+    std::uint64_t tile = 0;    // of one tile
+    std::uint64_t stride = 0;  // tokens
+
+    void include(const cache_shape& shape, const chunk_record& record) noexcept {
+      values = std::max(values, padded_values(shape, record.layers(), record.token_count));
+      tile = std::max(tile, largest_tile(shape, record));
+      stride = std::max(stride, pad_to_rows(record.token_count));
+    }
+  };
+  static chunk_buffers take(workspace& memory, const profile<Codec>& parameters, const sizes& most, bool encode) noexcept {
     chunk_buffers buffers;
+    const auto most_values = static_cast<std::size_t>(most.values);
     buffers.values = memory.take<bits_type>(most_values);
-    buffers.means = memory.take<std::uint32_t>(most_tile);
+    buffers.means = memory.take<std::uint32_t>(static_cast<std::size_t>(most.tile));
+    if constexpr (mapped_predictor<typename Codec::predictor_type>) {
+      const auto& model = parameters.template model<typename Codec::predictor_type>();
+      buffers.session = session_type<Codec>::buffers::take(memory, parameters.shape(), parameters.rotation(), model.maps(), static_cast<std::size_t>(most.stride));
+    }
     if (!encode) return buffers;
     const std::size_t payload_bytes = most_values * sizeof(bits_type) + 1024;
     buffers.symbols = memory.take<std::uint8_t>(most_values);
     buffers.tables = memory.take<std::uint16_t>(most_values);
     buffers.payload = memory.take<std::byte>(payload_bytes);
+    if (has_choice) buffers.second_payload = memory.take<std::byte>(payload_bytes);
     buffers.raw_bits = memory.take<std::byte>(payload_bytes);
     return buffers;
-  }
-  [[nodiscard]] bool complete(bool encode) const noexcept {
-    return !values.empty() && !means.empty() && (!encode || !raw_bits.empty());
   }
 };
 
@@ -66,6 +111,7 @@ struct tile_job {
   const std::uint32_t* means = nullptr;
   const std::int16_t* sigmas = nullptr;
   std::int32_t sigma_shift = 0;            // log2 of the storage scale
+  const std::int32_t* token_scales = nullptr;  // log2, one a token, or null
   const std::uint16_t* tables = nullptr;   // context -> table
 };
 
@@ -74,7 +120,12 @@ template <class Residual>
 KVEXACT_ALWAYS_INLINE void prepare_row(const tile_job& job, std::size_t c, std::size_t first, typename Residual::row& row,
                                        std::uint16_t* tables) noexcept {
   alignas(64) std::array<std::int32_t, row_lanes> sigmas;
-  sigmas.fill(job.sigmas[c] - job.sigma_shift);
+  const std::int32_t sigma = job.sigmas[c] - job.sigma_shift;
+  if (job.token_scales == nullptr) {
+    sigmas.fill(sigma);
+  } else {
+    for (std::size_t i = 0; i < row_lanes; ++i) sigmas[i] = sigma + job.token_scales[first + i];
+  }
   Residual::prepare(job.means + c * job.stride + first, sigmas.data(), row);
   for (std::size_t i = 0; i < row_lanes; ++i) tables[i] = job.tables[row.context[i]];
 }
@@ -190,6 +241,8 @@ struct decode_kernel {
                                                bit_reader& raw_bits, typename Residual::bits_type* values) noexcept
     requires has_avx512_rows<Residual, Coder, Model>
   {
+    // Rows by AVX-512 have one sigma each.
+    if (job.token_scales != nullptr) return run(job, model, decoder, raw_bits, values);
     bit_reader bits_in = raw_bits;
     typename Coder::decoder::avx512 symbols_in(decoder);
     const std::size_t full = job.tokens / row_lanes * row_lanes;
@@ -224,26 +277,32 @@ struct decode_kernel {
   }
 };
 
-/// Codes single chunks. Stateless but for references; the same bytes whatever the instruction set.
+/// Codes single chunks. Stateless but for references and the session; the same bytes whatever the instruction set.
 template <class Codec>
 class chunk_coder {
  public:
   using residual = typename Codec::residual_model_type;
   using coder = typename Codec::entropy_coder_type;
   using bits_type = typename residual::bits_type;
-  using buffers_type = chunk_buffers<residual>;
+  using buffers_type = chunk_buffers<Codec>;
+  using predictor_type = typename Codec::predictor_type;
+  static constexpr bool is_mapped = mapped_predictor<predictor_type>;
 
   /// `scales`: bits of the storage scales, one a tile, or empty.
-  chunk_coder(const profile<Codec>& parameters, std::span<const std::uint32_t> scales, instruction_set set) noexcept
-      : profile_(&parameters), scales_(scales), set_(set) {}
+  chunk_coder(const profile<Codec>& parameters, std::span<const std::uint32_t> scales, instruction_set set, const buffers_type& buffers) noexcept
+      : profile_(&parameters), scales_(scales), set_(set) {
+    if constexpr (is_mapped)
+      session_ = session_type<Codec>(parameters.shape(), parameters.rotation(), parameters.template model<predictor_type>().maps(), scales, set, buffers.session);
+  }
 
-  /// Encodes `cache` in the range of `record` and sets the record's mode and bytes. The result's payload lies in `buffers`.
+  /// Encodes `cache` in the range of `record` and sets the record's mode and bytes. The result's payload lies in `buffers`. Chunks of a
+  /// token range must come in order. Errors: those of a closed loop's engine.
   struct encoded {
     chunk_header header;
     std::span<const std::byte> payload;
   };
   template <class Cache, class Prediction>
-  [[nodiscard]] encoded encode(const Cache& cache, const Prediction& prediction, const chunk_record& record, buffers_type& buffers) const noexcept {
+  [[nodiscard]] result<encoded> encode(const Cache& cache, Prediction& prediction, const chunk_record& record, buffers_type& buffers) noexcept {
     encoded out;
     out.header.record = record;
     chained_checksum sum;
@@ -261,26 +320,23 @@ class chunk_coder {
     out.header.values_checksum = sum.digest();
 
     const std::size_t stored_bytes = static_cast<std::size_t>(values) * sizeof(bits_type);
-    const auto attempt = [&]<class Predictor>(const Predictor&, std::size_t limit) -> bool {
+    const auto attempt = [&]<class Predictor>(const Predictor&, std::span<std::byte> payload, std::size_t limit) -> result<void> {
       std::uint64_t fingerprint = 0;
-      const std::size_t bytes = encode_with<Predictor>(prediction, record, buffers, limit, fingerprint);
-      if (bytes == 0) return false;
+      const auto bytes = encode_with<Predictor>(prediction, record, buffers, payload, limit, fingerprint);
+      if (!bytes) return bytes.error();
+      if (*bytes == 0) return {};
       out.header.record.mode = Predictor::id;
       out.header.fingerprint = fingerprint;
-      out.payload = buffers.payload.first(bytes);
-      return true;
+      out.payload = payload.first(*bytes);
+      return {};
     };
-    using predictor_type = typename Codec::predictor_type;
-    const bool coded = attempt(predictor_type{}, stored_bytes);
-    if constexpr (!std::same_as<predictor_type, channel_mean>) {
+    if (const auto tried = attempt(predictor_type{}, buffers.payload, stored_bytes); !tried) return tried.error();
+    if constexpr (buffers_type::has_choice) {
       // Where the prediction does no better than no prediction usually does, see what that gives here.
       const std::uint64_t usual = profile_->fallback_bits_q8() * values / (256 * 8);
-      if (!coded || out.payload.size() * 10 > usual * 9) {
-        const std::size_t limit = coded ? out.payload.size() - 1 : stored_bytes;
-        if (profile_->has_fallback() && !attempt(channel_mean{}, limit) && coded) {
-          std::uint64_t fingerprint = 0;  // the attempt has overwritten the better payload
-          out.payload = buffers.payload.first(encode_with<predictor_type>(prediction, record, buffers, stored_bytes, fingerprint));
-        }
+      if (profile_->has_fallback() && (out.payload.empty() || out.payload.size() * 10 > usual * 9)) {
+        const std::size_t limit = out.payload.empty() ? stored_bytes : out.payload.size() - 1;
+        if (const auto tried = attempt(channel_mean{}, buffers.second_payload, limit); !tried) return tried.error();
       }
     }
     if (out.payload.empty()) store(record, buffers, out);
@@ -288,31 +344,34 @@ class chunk_coder {
     return out;
   }
 
-  /// Decodes the chunk in `bytes`, whose place the index gives as `record`, into `buffers.values`; nothing else is touched.
+  /// Decodes the chunk in `bytes`, whose place the index gives as `record`, into `buffers.values`; nothing else is touched. Chunks of a
+  /// token range must come in order if the predictor needs that.
   template <class Prediction>
-  [[nodiscard]] result<void> decode(std::span<const std::byte> bytes, const chunk_record& record, const Prediction& prediction,
-                                    buffers_type& buffers) const noexcept {
+  [[nodiscard]] result<void> decode(std::span<const std::byte> bytes, const chunk_record& record, Prediction& prediction, buffers_type& buffers) noexcept {
     const auto header = read_chunk_header(bytes);
     if (!header) return header.error();
     const chunk_record& own = header->record;
     if (own.mode != record.mode || own.layers() != record.layers() || own.tokens() != record.tokens())
       return error{error_code::corrupt, "a chunk's header differs from the index"};
     const std::span<const std::byte> payload = bytes.subspan(chunk_header_bytes);
-    if (record.mode == stored_mode) return restore(record, payload, *header, buffers);
-    if constexpr (!std::same_as<typename Codec::predictor_type, channel_mean>) {
-      if (record.mode == Codec::predictor_type::id) {
-        if constexpr (Codec::predictor_type::needs_prediction && std::same_as<Prediction, no_prediction>) {
-          return error{error_code::prediction_missing, "the chunk was coded against a prediction, and none was given"};
-        } else {
-          return decode_with<typename Codec::predictor_type>(prediction, record, payload, *header, buffers);
-        }
+    constexpr bool lacks_prediction = predictor_type::needs_prediction && std::same_as<std::remove_cv_t<Prediction>, no_prediction>;
+    if (record.mode == predictor_type::id) {
+      if constexpr (lacks_prediction) {
+        return error{error_code::prediction_missing, "the chunk was coded against a prediction, and none was given"};
+      } else {
+        return decode_with<predictor_type>(prediction, record, payload, *header, buffers);
       }
     }
-    if (record.mode == channel_mean::id) {
+    if (record.mode == stored_mode) {
+      if (const auto restored = restore(record, payload, *header, buffers); !restored) return restored;
+    } else if (record.mode == channel_mean::id) {
       if (!profile_->has_fallback()) return error{error_code::corrupt, "the chunk needs channel means that the profile lacks"};
-      return decode_with<channel_mean>(no_prediction{}, record, payload, *header, buffers);
+      if (const auto decoded = decode_with<channel_mean>(prediction, record, payload, *header, buffers); !decoded) return decoded;
+    } else {
+      return error{error_code::unsupported, "unknown mode of a chunk"};
     }
-    return error{error_code::unsupported, "unknown mode of a chunk"};
+    if constexpr (is_mapped && !lacks_prediction) return follow(prediction, record, buffers);
+    return {};
   }
 
   /// Copies the values of the last decoded chunk that lie in the wanted ranges into a cache.
@@ -343,65 +402,132 @@ class chunk_coder {
     }
   }
 
-  /// Means of a tile in `buffers.means`, in the unit of the cache's numbers; `fingerprint` takes up the predictions.
+  template <class Predictor>
+  static constexpr bool runs_session = is_mapped && std::same_as<Predictor, predictor_type>;
+
   template <class Predictor, class Prediction>
-  [[nodiscard]] tile_job prepare_tile(const tile_shape& shape, std::size_t tile, const Prediction& prediction, buffers_type& buffers,
-                                      chained_checksum& fingerprint) const noexcept {
+  [[nodiscard]] result<void> begin(Prediction& prediction, const chunk_record& record) noexcept {
+    if constexpr (runs_session<Predictor>) {
+      if (record.layer_begin == 0) return session_.begin(record.tokens(), static_cast<std::size_t>(pad_to_rows(record.token_count)), prediction);
+    }
+    return {};
+  }
+
+  template <class Predictor>
+  [[nodiscard]] std::span<const channel_block> blocks_of_tile(std::size_t tile, const channel_block& whole) const noexcept {
+    if constexpr (runs_session<Predictor>) return session_.blocks(tile);
+    return {&whole, 1};
+  }
+
+  /// Predicts a tile block by block and calls code(job, first scalar in the tile) for each run of channels, after which `values` must hold
+  /// those of the run. `fingerprint` takes up the predictions.
+  template <class Predictor, class Prediction, class Code>
+  [[nodiscard]] result<void> walk_tile(const tile_shape& shape, std::size_t tile, const bits_type* values, Prediction& prediction, buffers_type& buffers,
+                                       chained_checksum& fingerprint, Code&& code) noexcept {
     const auto& model = profile_->template model<Predictor>();
     std::uint32_t* const means = buffers.means.data();
     const std::size_t count = shape.channels() * shape.stride;
-    Predictor::predict(shape, {model.means(tile), &profile_->rotation()}, prediction, means);
-    if constexpr (Predictor::needs_prediction) fingerprint.update(std::as_bytes(std::span(means, count)));
-    tile_job job{shape.channels(), static_cast<std::uint32_t>(shape.tokens.size()), shape.stride, means, model.sigmas(tile).data(), 0,
-                 model.context_tables(tile).data()};
-    if (!scales_.empty() && is_positive_normal(scales_[tile])) {
-      job.sigma_shift = log2_in_256ths(scales_[tile]);
-      const integer_divider divide(scales_[tile]);
-      for (std::size_t i = 0; i < count; ++i) means[i] = divide(means[i]);
+    if constexpr (runs_session<Predictor>) {
+      if (const auto begun = session_.begin_tile(shape, tile, model.means(tile), prediction); !begun) return begun;
+      if constexpr (Predictor::needs_prediction) fingerprint.update(std::as_bytes(session_.base().first(count)));
+    } else {
+      Predictor::predict(shape, {model.means(tile), &profile_->rotation()}, prediction, means);
+      if constexpr (Predictor::needs_prediction) fingerprint.update(std::as_bytes(std::span(means, count)));
     }
-    return job;
+    const bool scaled = !scales_.empty() && is_positive_normal(scales_[tile]);
+    const integer_divider divide(scaled ? scales_[tile] : 0U);
+    const channel_block whole = whole_tile(shape.channels());
+    for (const channel_block& block : blocks_of_tile<Predictor>(tile, whole)) {
+      if constexpr (runs_session<Predictor>) session_.predict(shape, tile, block, means);
+      for (const channel_run& run : block.runs()) {
+        const std::size_t first = run.first * shape.stride;
+        if (scaled) {
+          for (std::size_t i = first; i < first + run.count * shape.stride; ++i) means[i] = divide(means[i]);
+        }
+        tile_job job{run.count,          static_cast<std::uint32_t>(shape.tokens.size()),       shape.stride, means + first,
+                     model.sigmas(tile).data() + run.first, scaled ? log2_in_256ths(scales_[tile]) : 0, nullptr,
+                     model.context_tables(tile).data()};
+        if constexpr (runs_session<Predictor>) job.token_scales = session_.token_scales();
+        code(job, first);
+      }
+      if constexpr (runs_session<Predictor>) session_.accept(shape, tile, block, values);
+    }
+    if constexpr (runs_session<Predictor>) return session_.end_tile(shape, prediction);
+    return {};
   }
 
-  /// Size of the payload in `buffers.payload`, or 0 if it would exceed `limit`.
+  /// Keeps the session going past a chunk that was decoded without it.
+  template <class Prediction>
+  [[nodiscard]] result<void> follow(Prediction& prediction, const chunk_record& record, buffers_type& buffers) noexcept {
+    result<void> status = begin<predictor_type>(prediction, record);
+    const auto& model = profile_->template model<predictor_type>();
+    std::size_t at = 0;
+    for_each_tile(record, [&](const tile_shape& shape, std::size_t tile) {
+      if (status) status = session_.begin_tile(shape, tile, model.means(tile), prediction);
+      if (!status) return;
+      for (const channel_block& block : session_.blocks(tile)) {
+        session_.predict(shape, tile, block, buffers.means.data());
+        session_.accept(shape, tile, block, buffers.values.data() + at);
+      }
+      status = session_.end_tile(shape, prediction);
+      at += shape.channels() * shape.stride;
+    });
+    return status;
+  }
+
+  /// Size of the payload, or 0 if it would exceed `limit`.
   template <class Predictor, class Prediction>
-  [[nodiscard]] std::size_t encode_with(const Prediction& prediction, const chunk_record& record, buffers_type& buffers, std::size_t limit,
-                                        std::uint64_t& fingerprint) const noexcept {
+  [[nodiscard]] result<std::size_t> encode_with(Prediction& prediction, const chunk_record& record, buffers_type& buffers, std::span<std::byte> payload,
+                                                std::size_t limit, std::uint64_t& fingerprint) noexcept {
     const auto& model = profile_->template model<Predictor>();
     chained_checksum predictions;
     bit_writer raw_bits(buffers.raw_bits);
+    result<void> status = begin<Predictor>(prediction, record);
     std::size_t at = 0;
     for_each_tile(record, [&](const tile_shape& shape, std::size_t tile) {
-      const tile_job job = prepare_tile<Predictor>(shape, tile, prediction, buffers, predictions);
-      run_on<symbolize_kernel<residual>>(set_, job, model.tables().entries(), buffers.values.data() + at,
-                                                                          buffers.symbols.data() + at, buffers.tables.data() + at, raw_bits);
+      if (!status) return;
+      const bits_type* const values = buffers.values.data() + at;
+      status = walk_tile<Predictor>(shape, tile, values, prediction, buffers, predictions, [&](const tile_job& job, std::size_t first) {
+        run_on<symbolize_kernel<residual>>(set_, job, model.tables().entries(), values + first, buffers.symbols.data() + at + first,
+                                           buffers.tables.data() + at + first, raw_bits);
+      });
       at += shape.channels() * shape.stride;
     });
+    if (!status) return status.error();
     if constexpr (Predictor::needs_prediction) fingerprint = predictions.digest();
 
-    typename coder::encoder encoder(buffers.payload.subspan(4));
-    const auto code_tile = [&](std::size_t start, const tile_shape& shape) {
+    typename coder::encoder encoder(payload.subspan(4));
+    const auto code_run = [&](std::size_t tile_at, const tile_shape& shape, const channel_run& run) {
       tile_job job;
-      job.channels = shape.channels();
+      job.channels = run.count;
       job.tokens = record.token_count;
       job.stride = shape.stride;
-      run_on<code_kernel<coder>>(set_, job, model.tables(), buffers.symbols.data() + start, buffers.tables.data() + start, encoder);
+      const std::size_t first = tile_at + run.first * shape.stride;
+      run_on<code_kernel<coder>>(set_, job, model.tables(), buffers.symbols.data() + first, buffers.tables.data() + first, encoder);
     };
     if constexpr (coder::encode_order == row_order::reverse) {
-      for_each_tile_reversed(record, [&](const tile_shape& shape) {
+      for_each_tile_reversed(record, [&](const tile_shape& shape, std::size_t tile) {
         at -= shape.channels() * shape.stride;
-        code_tile(at, shape);
+        const channel_block whole = whole_tile(shape.channels());
+        const auto blocks = blocks_of_tile<Predictor>(tile, whole);
+        for (std::size_t b = blocks.size(); b-- > 0;) {
+          for (std::size_t r = blocks[b].runs().size(); r-- > 0;) code_run(at, shape, blocks[b].runs()[r]);
+        }
       });
     } else {
       at = 0;
-      for_each_tile(record, [&](const tile_shape& shape, std::size_t) {
-        code_tile(at, shape);
+      for_each_tile(record, [&](const tile_shape& shape, std::size_t tile) {
+        const channel_block whole = whole_tile(shape.channels());
+        for (const channel_block& block : blocks_of_tile<Predictor>(tile, whole)) {
+          for (const channel_run& run : block.runs()) code_run(at, shape, run);
+        }
         at += shape.channels() * shape.stride;
       });
     }
     const auto coded = encoder.finish();
     const auto raw = raw_bits.finish();
-    if (!coded || raw_bits.overflowed() || 4 + coded->size() + raw.size() > limit) return 0;
-    std::byte* const out = buffers.payload.data();
+    if (!coded || raw_bits.overflowed() || 4 + coded->size() + raw.size() > limit) return std::size_t{0};
+    std::byte* const out = payload.data();
     store_little_endian(out, static_cast<std::uint32_t>(coded->size()));
     std::copy(coded->begin(), coded->end(), out + 4);  // downwards, may overlap
     std::copy(raw.begin(), raw.end(), out + 4 + coded->size());
@@ -414,14 +540,14 @@ class chunk_coder {
       const auto layer = static_cast<std::uint32_t>(l);
       for (const cache_part part : {cache_part::value, cache_part::key}) {
         const tile_shape shape = tile_of(record, layer, part);
-        if (shape.channels() > 0) visit(shape);
+        if (shape.channels() > 0) visit(shape, profile_->tile_number(layer, part));
       }
     }
   }
 
   template <class Predictor, class Prediction>
-  [[nodiscard]] result<void> decode_with(const Prediction& prediction, const chunk_record& record, std::span<const std::byte> payload,
-                                         const chunk_header& header, buffers_type& buffers) const noexcept {
+  [[nodiscard]] result<void> decode_with(Prediction& prediction, const chunk_record& record, std::span<const std::byte> payload,
+                                         const chunk_header& header, buffers_type& buffers) noexcept {
     const auto& model = profile_->template model<Predictor>();
     if (payload.size() < 4) return error{error_code::truncated, "payload of a chunk"};
     const auto coded_bytes = load_little_endian<std::uint32_t>(payload.data());
@@ -431,15 +557,19 @@ class chunk_coder {
     bit_reader raw_bits(payload.subspan(4 + coded_bytes));
     chained_checksum predictions;
     chained_checksum sum;
+    result<void> status = begin<Predictor>(prediction, record);
     std::size_t at = 0;
     for_each_tile(record, [&](const tile_shape& shape, std::size_t tile) {
-      const tile_job job = prepare_tile<Predictor>(shape, tile, prediction, buffers, predictions);
+      if (!status) return;
       bits_type* const values = buffers.values.data() + at;
-      if (job.tokens % row_lanes != 0) std::fill_n(values, shape.channels() * shape.stride, bits_type{0});
-      run_on<decode_kernel<residual, coder>>(set_, job, model.tables(), *decoder, raw_bits, values);
+      if (record.token_count % row_lanes != 0) std::fill_n(values, shape.channels() * shape.stride, bits_type{0});
+      status = walk_tile<Predictor>(shape, tile, values, prediction, buffers, predictions, [&](const tile_job& job, std::size_t first) {
+        run_on<decode_kernel<residual, coder>>(set_, job, model.tables(), *decoder, raw_bits, values + first);
+      });
       sum.update(std::as_bytes(std::span(values, shape.channels() * shape.stride)));
       at += shape.channels() * shape.stride;
     });
+    if (!status) return status;
     if constexpr (Predictor::needs_prediction) {
       if (predictions.digest() != header.fingerprint)
         return error{error_code::prediction_mismatch, "the prediction differs from the one the chunk was coded with"};
@@ -487,6 +617,7 @@ class chunk_coder {
   const profile<Codec>* profile_;
   std::span<const std::uint32_t> scales_;
   instruction_set set_;
+  [[no_unique_address]] session_type<Codec> session_;
 };
 
 }  // namespace kvexact::detail

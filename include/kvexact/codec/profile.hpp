@@ -13,6 +13,8 @@
 #include <kvexact/core/result.hpp>
 #include <kvexact/entropy/entropy_model.hpp>
 #include <kvexact/prediction/channel_mean.hpp>
+#include <kvexact/prediction/layer_maps.hpp>
+#include <kvexact/prediction/predictor.hpp>
 #include <kvexact/tensor/cache_shape.hpp>
 #include <kvexact/tensor/rotary.hpp>
 
@@ -40,12 +42,15 @@ class profile {
       return std::span(context_tables_).subspan(tile * residual_model::contexts, residual_model::contexts);
     }
     [[nodiscard]] const table_set_type& tables() const noexcept { return tables_; }
+    /// Without tiles where the predictor has none.
+    [[nodiscard]] const prepared_maps& maps() const noexcept { return maps_; }
 
    private:
     friend class profile;
-    model_view(const model_parameters& from, const std::vector<std::size_t>& channels, table_set_type tables)
-        : channels_(&channels), means_(from.means), sigmas_(from.sigmas), tables_(std::move(tables)) {
-      const std::size_t tiles = channels.size() - 1;
+    model_view(const model_parameters& from, const profile& of, table_set_type tables)
+        : channels_(of.channels_.get()), means_(from.means), sigmas_(from.sigmas), tables_(std::move(tables)) {
+      if (!from.maps.empty()) maps_ = prepared_maps(from.maps, of.shape_, of.rotation_);
+      const std::size_t tiles = channels_->size() - 1;
       constexpr std::size_t own = residual_model::contexts - residual_model::shared_contexts;
       context_tables_.reserve(tiles * residual_model::contexts);
       for (std::size_t tile = 0; tile < tiles; ++tile) {
@@ -60,6 +65,7 @@ class profile {
     std::vector<std::int16_t> sigmas_;
     std::vector<std::uint16_t> context_tables_;
     table_set_type tables_;
+    prepared_maps maps_;
   };
 
   /// Reads a profile file. Errors: those of `parse_profile` and `make`.
@@ -82,6 +88,10 @@ class profile {
       profile made(data, hash);
       const std::size_t main = data.find_model(Codec::predictor_type::id);
       if (main == data.models.size()) return error{error_code::profile_mismatch, "the profile was not calibrated for this predictor"};
+      if (Codec::predictor_type::needs != dependency::none) {
+        if (data.models[main].maps.empty()) return error{error_code::corrupt, "the profile lacks the maps of its predictor"};
+        if (const auto fits = expect_maps_fit(data.models[main].maps, data.shape, data.rotation); !fits) return fits.error();
+      }
       if (const auto added = made.add(data.models[main], use); !added) return added.error();
       const std::size_t fallback = data.find_model(channel_mean::id);
       if (fallback != main && fallback != data.models.size()) {
@@ -130,8 +140,9 @@ class profile {
   [[nodiscard]] result<void> add(const model_parameters& model, build_for use = build_for::both) {
     auto tables = table_set_type::build(model.tables, use);
     if (!tables) return tables.error();
-    if (model.predictor == channel_mean::id && model.means.empty()) return error{error_code::corrupt, "the profile lacks channel means"};
-    models_.push_back(model_view(model, *channels_, *std::move(tables)));
+    if ((model.predictor == channel_mean::id || !Codec::predictor_type::needs_prediction) && model.means.empty())
+      return error{error_code::corrupt, "the profile lacks channel means"};
+    models_.push_back(model_view(model, *this, *std::move(tables)));
     return {};
   }
 

@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstddef>
 #include <cstdint>
 #include <span>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -14,6 +16,7 @@
 #include <kvexact/core/result.hpp>
 #include <kvexact/entropy/frequency_table.hpp>
 #include <kvexact/numeric/number_format.hpp>
+#include <kvexact/prediction/layer_maps.hpp>
 #include <kvexact/residual/table_clusters.hpp>
 #include <kvexact/tensor/cache_shape.hpp>
 #include <kvexact/tensor/rotary.hpp>
@@ -30,6 +33,7 @@ struct model_parameters {
   std::vector<std::uint16_t> shared_tables;   ///< table of each shared context
   std::vector<std::uint16_t> tile_tables;     ///< table of each further context, tile by tile
   std::vector<frequency_table> tables;
+  layer_maps maps;                            ///< of predictors that have them
 };
 
 /// Content of a profile, independent of any codec type; what is stored in the file. See docs/format.md.
@@ -43,6 +47,9 @@ struct profile_data {
   cache_shape shape;
   rotary rotation;                    ///< of all layers' keys
   std::vector<model_parameters> models;
+  std::string note;                   ///< for the caller, e.g. how to set up the engine; at most `most_note` bytes, any content
+
+  static constexpr std::size_t most_note = 65536;
 
   /// Index of the model of a predictor, or the number of models.
   [[nodiscard]] std::size_t find_model(std::uint32_t predictor) const noexcept {
@@ -148,6 +155,98 @@ inline void put_table(byte_writer& out, const frequency_table& table) {
   return frequency_table::from_frequencies(std::span(frequency).first(alphabet), static_cast<int>(precision));
 }
 
+/// u32 scale of each row, then the rows of i8 weights; sizes follow from the shape.
+inline void put_matrix(byte_writer& out, const quantised_matrix& matrix) {
+  for (const std::uint32_t scale : matrix.scales) out.put(scale);
+  for (const std::int8_t weight : matrix.weights) out.put(static_cast<std::uint8_t>(weight));
+}
+
+[[nodiscard]] inline result<quantised_matrix> get_matrix(byte_reader& in, std::size_t rows, std::size_t depth) {
+  if (std::uint64_t{rows} * (depth + 4) > in.remaining()) return error{error_code::truncated, "weights of a map"};
+  quantised_matrix matrix;
+  matrix.rows = rows;
+  matrix.depth = depth;
+  matrix.scales.resize(rows);
+  for (std::uint32_t& scale : matrix.scales) scale = in.get<std::uint32_t>();
+  matrix.weights.resize(rows * depth);
+  for (std::int8_t& weight : matrix.weights) weight = static_cast<std::int8_t>(in.get<std::uint8_t>());
+  return matrix;
+}
+
+inline constexpr std::uint32_t maps_present = 1;
+inline constexpr std::uint32_t maps_per_head = 2;
+inline constexpr std::uint32_t maps_clamped = 4;
+
+/// u32 flags, and with maps: u32 layers back, u32 rank, u32 block size, u32 hidden width, then each tile and each gain.
+inline void put_maps(byte_writer& out, const layer_maps& maps) {
+  if (maps.empty()) return out.put(std::uint32_t{0});
+  out.put(maps_present | (maps.per_head ? maps_per_head : 0U) | (maps.clamped_feedback ? maps_clamped : 0U));
+  out.put(maps.layers_back);
+  out.put(maps.rank);
+  out.put(maps.block_size);
+  out.put(maps.hidden_width);
+  for (const tile_map& tile : maps.tiles) {
+    out.put(static_cast<std::uint32_t>(tile.unit));
+    for (const std::uint32_t scale : tile.feature_scales) out.put(scale);
+    for (const std::uint32_t scale : tile.missed_scales) out.put(scale);
+    put_matrix(out, tile.inner);
+    for (const quantised_matrix& block : tile.blocks) put_matrix(out, block);
+  }
+  for (const quantised_matrix& gain : maps.gains) put_matrix(out, gain);
+}
+
+[[nodiscard]] inline result<layer_maps> get_maps(byte_reader& in, const cache_shape& shape, const rotary& rotation) {
+  layer_maps maps;
+  const auto flags = in.get<std::uint32_t>();
+  if (!in.ok()) return error{error_code::truncated, "maps"};
+  if (flags == 0) return maps;
+  if ((flags & maps_present) == 0 || flags > (maps_present | maps_per_head | maps_clamped)) return error{error_code::corrupt, "kind of the maps"};
+  maps.per_head = (flags & maps_per_head) != 0;
+  maps.clamped_feedback = (flags & maps_clamped) != 0;
+  maps.layers_back = in.get<std::uint32_t>();
+  maps.rank = in.get<std::uint32_t>();
+  maps.block_size = in.get<std::uint32_t>();
+  maps.hidden_width = in.get<std::uint32_t>();
+  if (!in.ok()) return error{error_code::truncated, "maps"};
+  if (maps.layers_back > layer_maps::most_layers_back || maps.rank > cache_shape::max_channels || maps.hidden_width > layer_maps::most_hidden_width)
+    return error{error_code::corrupt, "kind of the maps"};
+  for (std::uint32_t l = 0; l < shape.layers(); ++l) {
+    for (const cache_part part : cache_parts) {
+      const std::uint32_t channels = shape.layer(l).channels(part);
+      if (channels == 0) continue;
+      tile_map tile;
+      tile.unit = static_cast<std::int32_t>(in.get<std::uint32_t>());
+      if (std::uint64_t{channels} * 8 > in.remaining()) return error{error_code::truncated, "scales of a map", l};
+      tile.feature_scales.resize(channels);
+      tile.missed_scales.resize(channels);
+      for (std::uint32_t& scale : tile.feature_scales) scale = in.get<std::uint32_t>();
+      for (std::uint32_t& scale : tile.missed_scales) scale = in.get<std::uint32_t>();
+      const auto blocks = blocks_of(shape, rotation, maps, l, part);
+      result<void> status;
+      for_each_matrix(maps, count_features(shape, maps, l, part), channels, shape.layer(l).dim(part), blocks,
+                      [&](std::size_t m, std::size_t rows, std::size_t depth) {
+                        auto matrix = status ? get_matrix(in, rows, depth) : result<quantised_matrix>(status.error());
+                        if (!matrix) {
+                          status = matrix.error().at_layer(l);
+                        } else if (m == 0) {
+                          tile.inner = *std::move(matrix);
+                        } else {
+                          tile.blocks.push_back(*std::move(matrix));
+                        }
+                      });
+      if (!status) return status.error();
+      maps.tiles.push_back(std::move(tile));
+    }
+  }
+  for (std::uint32_t l = 0; maps.hidden_width > 0 && l < shape.layers(); ++l) {
+    auto gain = get_matrix(in, maps.hidden_width, shape.layer(l).channels());
+    if (!gain) return gain.error().at_layer(l);
+    maps.gains.push_back(*std::move(gain));
+  }
+  if (const auto fits = expect_maps_fit(maps, shape, rotation); !fits) return fits.error();
+  return maps;
+}
+
 inline void put_model(byte_writer& out, const model_parameters& model) {
   out.put(model.predictor);
   out.put(model.bits_per_value_q8);
@@ -158,6 +257,7 @@ inline void put_model(byte_writer& out, const model_parameters& model) {
   for (const std::uint16_t table : model.shared_tables) out.put(table);
   for (const std::uint16_t table : model.tile_tables) out.put(table);
   for (const frequency_table& table : model.tables) put_table(out, table);
+  put_maps(out, model.maps);
 }
 
 [[nodiscard]] inline result<model_parameters> get_model(byte_reader& in, const profile_data& data) {
@@ -192,6 +292,9 @@ inline void put_model(byte_writer& out, const model_parameters& model) {
     if (!table) return table.error();
     model.tables.push_back(*table);
   }
+  auto maps = get_maps(in, data.shape, data.rotation);
+  if (!maps) return maps.error();
+  model.maps = *std::move(maps);
   return model;
 }
 
@@ -212,6 +315,9 @@ inline void put_model(byte_writer& out, const model_parameters& model) {
     detail::put_rotary(out, data.rotation);
     out.put(static_cast<std::uint32_t>(data.models.size()));
     for (const model_parameters& model : data.models) detail::put_model(out, model);
+    const std::size_t note = std::min(data.note.size(), profile_data::most_note);
+    out.put(static_cast<std::uint32_t>(note));
+    for (const char each : data.note.substr(0, note)) out.put(static_cast<std::uint8_t>(each));
 
     std::vector<std::byte> file;
     vector_sink sink(file);
@@ -272,7 +378,9 @@ struct parsed_profile {
         return error{error_code::corrupt, "two models for one predictor"};
       parsed.data.models.push_back(*std::move(model));
     }
-    if (in.remaining() != 0) return error{error_code::corrupt, "bytes after the last model of the profile"};
+    const auto note = in.get<std::uint32_t>();
+    if (!in.ok() || note > profile_data::most_note || note != in.remaining()) return error{error_code::corrupt, "size of the profile's note"};
+    for (std::uint32_t i = 0; i < note; ++i) parsed.data.note.push_back(static_cast<char>(in.get<std::uint8_t>()));
     return parsed;
   } catch (...) {
     return error{error_code::out_of_memory, "profile"};

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -26,7 +27,8 @@ struct opened_stream {
   stream_header header;
   detail::stream_index index;
   std::span<const std::byte> chunks;
-  std::vector<section_entry> sections;  ///< header, chunks, index
+  std::vector<std::uint32_t> token_ids;  ///< if the stream carries them
+  std::vector<section_entry> sections;   ///< header, chunks, index, and perhaps token ids
 };
 
 /// Opens a stream without a profile, to look at it. Errors: truncated, corrupt, checksum_mismatch, unsupported, out_of_memory.
@@ -35,10 +37,11 @@ struct opened_stream {
     const auto container = container_reader::open(stream, container_kind::stream);
     if (!container) return container.error();
     const auto& sections = container->sections();
-    if (sections.size() != 3 || sections[0].id != detail::head_section || sections[1].id != detail::chunk_section ||
+    const bool with_ids = sections.size() == 4 && sections[3].id == detail::token_section && sections[3].flags == 0;
+    if ((sections.size() != 3 && !with_ids) || sections[0].id != detail::head_section || sections[1].id != detail::chunk_section ||
         sections[2].id != detail::index_section || sections[1].flags != section_entry::self_checked || sections[0].flags != 0 ||
         sections[2].flags != 0)
-      return error{error_code::corrupt, "the stream's sections are not header, chunks, index"};
+      return error{error_code::corrupt, "the stream's sections are not header, chunks, index and perhaps token ids"};
     const auto head = container->section(detail::head_section);
     if (!head) return head.error();
     auto header = detail::read_stream_header(*head);
@@ -48,7 +51,15 @@ struct opened_stream {
     if (!index_bytes) return index_bytes.error();
     auto index = detail::read_index(*index_bytes, header->shape, chunks->size());
     if (!index) return index.error();
-    return opened_stream{*std::move(header), *std::move(index), *chunks, sections};
+    std::vector<std::uint32_t> token_ids;
+    if (with_ids) {
+      const auto id_bytes = container->section(detail::token_section);
+      if (!id_bytes) return id_bytes.error();
+      auto ids = detail::read_token_ids(*id_bytes, index->tokens);
+      if (!ids) return ids.error();
+      token_ids = *std::move(ids);
+    }
+    return opened_stream{*std::move(header), *std::move(index), *chunks, std::move(token_ids), sections};
   } catch (...) {
     return error{error_code::out_of_memory, "stream"};
   }
@@ -93,6 +104,8 @@ class stream_decoder {
   [[nodiscard]] std::uint64_t tokens() const noexcept { return stream_.index.tokens; }
   [[nodiscard]] const stream_header& header() const noexcept { return stream_.header; }
   [[nodiscard]] std::span<const chunk_record> chunks() const noexcept { return stream_.index.chunks; }
+  /// One a token if the stream carries them, else none.
+  [[nodiscard]] std::span<const std::uint32_t> token_ids() const noexcept { return stream_.token_ids; }
 
   /// Bytes of workspace that `decode` needs for this stream; at most 64 MiB.
   [[nodiscard]] std::size_t workspace_bytes() const noexcept {
@@ -102,42 +115,58 @@ class stream_decoder {
   }
 
   /// Decodes the given layers and tokens into `cache`, which must hold these tokens (by position) in all of these layers.
-  /// `prediction` must cover the tokens of every chunk touched (`covering_tokens`). Each chunk is checked before any of its values is
-  /// written; on an error the chunks before the named one are in place and the rest is untouched.
+  /// `prediction`: a cache that covers the tokens of every chunk touched (`covering_tokens`), or for `closed_loop` an engine that stands at
+  /// the first token of a chunk, not behind `tokens.begin`; it is taken through all layers up to the last chunk touched.
+  /// Each chunk is checked before any of its values is written; on an error the chunks before the named one are in place and the rest is
+  /// untouched. With a predictor that needs lower layers or earlier tokens, chunks that hold them are decoded first, and the error may name
+  /// one of those.
   /// Errors: out_of_range, shape_mismatch, workspace_too_small, prediction_missing, prediction_mismatch, truncated, corrupt,
-  /// checksum_mismatch, with the first layer and token of the chunk.
-  template <kv_cache Cache, class Prediction = no_prediction>
+  /// checksum_mismatch, with the first layer and token of the chunk; those of the engine.
+  template <kv_cache Cache, class Prediction = const no_prediction>
   [[nodiscard]] result<void> decode(index_range layers, index_range tokens, const Cache& cache, std::span<std::byte> memory,
-                                    const Prediction& prediction = {}) const noexcept {
+                                    Prediction&& prediction = no_prediction{}) const noexcept {
     static_assert(std::same_as<typename Cache::value_type, scalar>, "kvexact: the cache must hold the codec's number format and be writable");
+    static_assert(detail::takes_prediction<Codec, Prediction> || std::same_as<std::remove_cvref_t<Prediction>, no_prediction>,
+                  "kvexact: the prediction must be a kv_cache of bf16, for closed_loop a layerwise_predictor (engine/layerwise_predictor.hpp)");
     if (layers.begin > layers.end || layers.end > shape().layers()) return error{error_code::out_of_range, "layers outside the stream"};
     if (tokens.begin > tokens.end || tokens.end > this->tokens()) return error{error_code::out_of_range, "tokens outside the stream"};
     if (const auto fits = expect_shape(cache.shape(), shape()); !fits) return fits.error();
     if (cache.tokens().begin > tokens.begin || cache.tokens().end < tokens.end)
       return error{error_code::out_of_range, "the cache has no room for the tokens"};
-    if constexpr (!std::same_as<Prediction, no_prediction>) {
+    if constexpr (kv_cache<std::remove_cvref_t<Prediction>>) {
       if (const auto fits = expect_shape(prediction.shape(), shape()); !fits) return fits.error();
       const index_range needed = covering_tokens(tokens);
       if (needed.size() > 0 && (prediction.tokens().begin > needed.begin || prediction.tokens().end < needed.end))
         return error{error_code::out_of_range, "the prediction does not cover the chunks"}.at_token(static_cast<std::int64_t>(needed.begin));
     }
+    if (layers.begin == layers.end || tokens.begin == tokens.end) return {};
+    index_range walked = tokens;  // what is decoded, if not published
+    std::uint64_t walked_layers = layers.end;
+    if constexpr (Codec::predictor_type::needs == dependency::all_previous && !std::same_as<std::remove_cvref_t<Prediction>, no_prediction>) {
+      walked.begin = prediction.tokens();
+      walked_layers = shape().layers();
+      if (walked.begin > tokens.begin)
+        return error{error_code::out_of_range, "the engine stands behind the first token"}.at_token(static_cast<std::int64_t>(tokens.begin));
+    }
+    if (!chunks().empty() && memory.size() < workspace_bytes()) return error{error_code::workspace_too_small, "see stream_decoder::workspace_bytes"};
     workspace space(memory);
     auto buffers = take_buffers(space);
-    if (!chunks().empty() && !buffers.complete(false)) return error{error_code::workspace_too_small, "see stream_decoder::workspace_bytes"};
-    const detail::chunk_coder<Codec> coder(*profile_, stream_.header.storage_scales, set_);
+    detail::chunk_coder<Codec> coder(*profile_, stream_.header.storage_scales, set_, buffers);
     for (const chunk_record& record : chunks()) {
-      if (!touches(record.layers(), layers) || !touches(record.tokens(), tokens)) continue;
+      if (!touches(record.tokens(), walked)) continue;
+      const bool wanted = touches(record.layers(), layers) && touches(record.tokens(), tokens);
+      if (!wanted && (Codec::predictor_type::needs == dependency::none || record.layer_begin >= walked_layers)) continue;
       const auto bytes = stream_.chunks.subspan(static_cast<std::size_t>(record.offset), static_cast<std::size_t>(record.bytes));
       if (const auto decoded = coder.decode(bytes, record, prediction, buffers); !decoded)
         return decoded.error().at_layer(record.layer_begin).at_token(static_cast<std::int64_t>(record.token_begin));
-      coder.publish(record, layers, tokens, buffers, cache);
+      if (wanted) coder.publish(record, layers, tokens, buffers, cache);
     }
     return {};
   }
 
   /// Everything.
-  template <kv_cache Cache, class Prediction = no_prediction>
-  [[nodiscard]] result<void> decode(const Cache& cache, std::span<std::byte> memory, const Prediction& prediction = {}) const noexcept {
+  template <kv_cache Cache, class Prediction = const no_prediction>
+  [[nodiscard]] result<void> decode(const Cache& cache, std::span<std::byte> memory, Prediction&& prediction = no_prediction{}) const noexcept {
     return decode({0, shape().layers()}, {0, tokens()}, cache, memory, prediction);
   }
 
@@ -154,25 +183,21 @@ class stream_decoder {
  private:
   stream_decoder(const profile<Codec>& parameters, opened_stream stream, instruction_set set) noexcept
       : profile_(&parameters), stream_(std::move(stream)), set_(set) {
-    for (const chunk_record& record : chunks()) {
-      most_values_ = std::max(most_values_, detail::padded_values(shape(), record.layers(), record.token_count));
-      most_tile_ = std::max(most_tile_, detail::largest_tile(shape(), record));
-    }
+    for (const chunk_record& record : chunks()) most_.include(shape(), record);
   }
 
   [[nodiscard]] static constexpr bool touches(index_range a, index_range b) noexcept {
     return std::max(a.begin, b.begin) < std::min(a.end, b.end);
   }
 
-  [[nodiscard]] detail::chunk_buffers<typename Codec::residual_model_type> take_buffers(workspace& memory) const noexcept {
-    return detail::chunk_buffers<typename Codec::residual_model_type>::take(memory, static_cast<std::size_t>(most_values_), static_cast<std::size_t>(most_tile_), false);
+  [[nodiscard]] detail::chunk_buffers<Codec> take_buffers(workspace& memory) const noexcept {
+    return detail::chunk_buffers<Codec>::take(memory, *profile_, most_, false);
   }
 
   const profile<Codec>* profile_;
   opened_stream stream_;
   instruction_set set_;
-  std::uint64_t most_values_ = 0;  // of any chunk, padded
-  std::uint64_t most_tile_ = 0;
+  typename detail::chunk_buffers<Codec>::sizes most_;
 };
 
 }  // namespace kvexact

@@ -44,10 +44,10 @@ class stream_encoder {
  public:
   using scalar = typename Codec::scalar;
 
-  /// Bytes of workspace for any cache of this shape: at most 26 MiB.
-  [[nodiscard]] static std::size_t workspace_bytes(const cache_shape& shape, chunk_options options = {}) noexcept {
+  /// Bytes of workspace for any cache of the profile's shape: at most 30 MiB, with maps some more (see docs/results.md).
+  [[nodiscard]] static std::size_t workspace_bytes(const profile<Codec>& parameters, chunk_options options = {}) noexcept {
     workspace counter;
-    (void)take_buffers(shape, options, counter);
+    (void)take_buffers(parameters, options, counter);
     return counter.needed();
   }
 
@@ -85,7 +85,7 @@ class stream_encoder {
     auto opened = open_stream<Codec>(parameters, stream);
     if (!opened) return opened.error();
     try {
-      opened->sections.pop_back();  // the index is written anew
+      opened->sections.resize(2);  // index and token ids are written anew
       stream_encoder encoder(parameters, std::move(opened->header),
                              container_writer(sink, container_kind::stream, std::move(opened->sections)), options);
       encoder.chunks_ = std::move(opened->index.chunks);
@@ -104,43 +104,55 @@ class stream_encoder {
   [[nodiscard]] std::uint64_t tokens() const noexcept { return tokens_; }
   [[nodiscard]] std::span<const chunk_record> chunks() const noexcept { return chunks_; }
 
-  /// Appends all tokens of `cache` from position `tokens()` on. `prediction` covers the same positions (bf16, same shape).
+  /// Appends all tokens of `cache` from position `tokens()` on. `prediction`: a cache that covers the same positions (bf16, same shape), or
+  /// for `closed_loop` an engine that stands at `tokens()`.
   /// Errors: shape_mismatch, out_of_range (the cache or the prediction does not start or end where needed), invalid_argument (the stream
-  /// is finished), output_failed, out_of_memory. After the last two the encoder is of no more use.
-  template <kv_cache Cache, class Prediction = no_prediction>
-  [[nodiscard]] result<void> append(const Cache& cache, const Prediction& prediction = {}) noexcept {
+  /// is finished), output_failed, out_of_memory, those of the engine. After the last three the encoder is of no more use.
+  template <kv_cache Cache, class Prediction = const no_prediction>
+  [[nodiscard]] result<void> append(const Cache& cache, Prediction&& prediction = no_prediction{}) noexcept {
     static_assert(std::same_as<std::remove_const_t<typename Cache::value_type>, scalar>, "kvexact: the cache must hold the codec's number format");
-    static_assert(!Codec::predictor_type::needs_prediction || !std::same_as<Prediction, no_prediction>,
-                  "kvexact: this codec's predictor needs a predicted cache as second argument of append");
+    static_assert(!Codec::predictor_type::needs_prediction || !std::same_as<std::remove_cvref_t<Prediction>, no_prediction>,
+                  "kvexact: this codec's predictor needs a predicted cache or an engine as second argument of append");
+    static_assert(detail::takes_prediction<Codec, Prediction> || std::same_as<std::remove_cvref_t<Prediction>, no_prediction>,
+                  "kvexact: the prediction must be a kv_cache of bf16, for closed_loop a layerwise_predictor (engine/layerwise_predictor.hpp)");
     if (finished_) return error{error_code::invalid_argument, "the stream is finished"};
     if (const auto fits = expect_shape(cache.shape(), profile_->shape()); !fits) return fits.error();
     const index_range tokens{tokens_, cache.tokens().end};
     if (cache.tokens().begin > tokens_ || tokens.end < tokens.begin)
       return error{error_code::out_of_range, "the cache does not continue the stream"}.at_token(static_cast<std::int64_t>(tokens_));
-    if constexpr (!std::same_as<Prediction, no_prediction>) {
+    if constexpr (kv_cache<std::remove_cvref_t<Prediction>>) {
       if (const auto fits = expect_shape(prediction.shape(), profile_->shape()); !fits) return fits.error();
       if (tokens.size() > 0 && (prediction.tokens().begin > tokens.begin || prediction.tokens().end < tokens.end))
         return error{error_code::out_of_range, "the prediction does not cover the tokens"}.at_token(static_cast<std::int64_t>(tokens_));
     }
-    const detail::chunk_coder<Codec> coder(*profile_, header_.storage_scales, options_.set);
+    detail::chunk_coder<Codec> coder(*profile_, header_.storage_scales, options_.set, buffers_);
     result<void> status;
     detail::for_each_chunk(profile_->shape(), options_.chunks, tokens, [&](const chunk_record& where) {
       auto coded = coder.encode(cache, prediction, where, buffers_);
-      coded.header.record.offset = chunk_bytes_;
-      status = write_chunk(coded.header, coded.payload);
+      if (coded) {
+        coded->header.record.offset = chunk_bytes_;
+        status = write_chunk(coded->header, coded->payload);
+      } else {
+        status = coded.error();
+      }
       return static_cast<bool>(status);
     });
     if (status) tokens_ = tokens.end;
     return status;
   }
 
-  /// Writes the chunk index and the footer; the stream is complete. Errors: output_failed, out_of_memory, invalid_argument (it was
-  /// already).
-  [[nodiscard]] result<void> finish() noexcept {
+  /// Writes the chunk index and the footer; the stream is complete. `token_ids`: none, or one for each token of the whole stream, to be
+  /// carried along for whoever decodes with an engine.
+  /// Errors: output_failed, out_of_memory, shape_mismatch (number of ids), invalid_argument (the stream was finished already).
+  [[nodiscard]] result<void> finish(std::span<const std::uint32_t> token_ids = {}) noexcept {
     if (finished_) return error{error_code::invalid_argument, "the stream is finished"};
+    if (!token_ids.empty() && token_ids.size() != tokens_) return error{error_code::shape_mismatch, "one id per token is needed"};
     finished_ = true;
     try {
       if (const auto index = writer_.add_section(detail::index_section, detail::write_index(tokens_, chunks_)); !index) return index.error();
+      if (!token_ids.empty()) {
+        if (const auto ids = writer_.add_section(detail::token_section, detail::write_token_ids(token_ids)); !ids) return ids.error();
+      }
     } catch (...) {
       return error{error_code::out_of_memory, "chunk index"};
     }
@@ -151,26 +163,26 @@ class stream_encoder {
   stream_encoder(const profile<Codec>& parameters, stream_header header, container_writer<Sink> writer, encoder_options options) noexcept
       : profile_(&parameters), header_(std::move(header)), writer_(std::move(writer)), options_(options) {}
 
-  [[nodiscard]] static detail::chunk_buffers<typename Codec::residual_model_type> take_buffers(const cache_shape& shape, chunk_options options,
-                                                                                              workspace& memory) noexcept {
-    std::uint64_t most_values = 0;
-    std::uint64_t most_tile = 0;
+  using buffers_type = detail::chunk_buffers<Codec>;
+
+  [[nodiscard]] static buffers_type take_buffers(const profile<Codec>& parameters, chunk_options options, workspace& memory) noexcept {
+    const cache_shape& shape = parameters.shape();
+    typename buffers_type::sizes most;
     // A full band has the largest tiles; the largest chunks are those of a full band or of one row, into which most layers fit.
     for (const std::uint64_t tokens : {std::uint64_t{1}, max_chunk_values}) {
       detail::for_each_chunk(shape, options, {0, tokens}, [&](const chunk_record& record) {
-        most_values = std::max(most_values, detail::padded_values(shape, record.layers(), record.token_count));
-        most_tile = std::max(most_tile, detail::largest_tile(shape, record));
+        most.include(shape, record);
         return record.layers().end < shape.layers();
       });
     }
     // Bands in between pad by less than a factor of two.
-    most_values = std::max(most_values, std::min(2 * std::uint64_t{options.values_per_chunk}, max_chunk_values));
-    return detail::chunk_buffers<typename Codec::residual_model_type>::take(memory, static_cast<std::size_t>(most_values), static_cast<std::size_t>(most_tile), true);
+    most.values = std::max(most.values, std::min(2 * std::uint64_t{options.values_per_chunk}, max_chunk_values));
+    return buffers_type::take(memory, parameters, most, true);
   }
   [[nodiscard]] result<void> take_memory(std::span<std::byte> memory) noexcept {
+    if (memory.size() < workspace_bytes(*profile_, options_.chunks)) return error{error_code::workspace_too_small, "see stream_encoder::workspace_bytes"};
     workspace space(memory);
-    buffers_ = take_buffers(profile_->shape(), options_.chunks, space);
-    if (!buffers_.complete(true)) return error{error_code::workspace_too_small, "see stream_encoder::workspace_bytes"};
+    buffers_ = take_buffers(*profile_, options_.chunks, space);
     return {};
   }
   [[nodiscard]] static stream_header header_for(const profile<Codec>& parameters) {
@@ -200,7 +212,7 @@ class stream_encoder {
   stream_header header_;
   container_writer<Sink> writer_;
   encoder_options options_;
-  detail::chunk_buffers<typename Codec::residual_model_type> buffers_;
+  buffers_type buffers_;
   std::vector<chunk_record> chunks_;
   std::uint64_t tokens_ = 0;
   std::uint64_t chunk_bytes_ = 0;

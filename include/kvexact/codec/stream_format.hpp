@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -66,6 +67,7 @@ namespace detail {
 inline constexpr std::uint32_t head_section = 1;
 inline constexpr std::uint32_t chunk_section = 2;
 inline constexpr std::uint32_t index_section = 3;
+inline constexpr std::uint32_t token_section = 4;
 inline constexpr std::uint32_t chunk_magic = 0x4b485843U;  // "CXHK"
 inline constexpr std::size_t chunk_header_bytes = 64;
 inline constexpr std::size_t chunk_record_bytes = 40;
@@ -186,6 +188,32 @@ inline void put_record(byte_writer& out, const chunk_record& record) {
   out.put(tokens);
   for (const chunk_record& record : chunks) put_record(out, record);
   return bytes;
+}
+
+/// Token ids: u32 bytes for each (1 to 4), then the ids.
+[[nodiscard]] inline std::vector<std::byte> write_token_ids(std::span<const std::uint32_t> ids) {
+  const std::uint32_t largest = ids.empty() ? 0 : *std::max_element(ids.begin(), ids.end());
+  const auto size = static_cast<std::uint32_t>(std::max((static_cast<int>(std::bit_width(largest)) + 7) / 8, 1));
+  std::vector<std::byte> bytes;
+  bytes.reserve(4 + ids.size() * size);
+  byte_writer out(bytes);
+  out.put(size);
+  for (const std::uint32_t id : ids) {
+    for (std::uint32_t b = 0; b < size; ++b) out.put(static_cast<std::uint8_t>(id >> (8 * b)));
+  }
+  return bytes;
+}
+
+[[nodiscard]] inline result<std::vector<std::uint32_t>> read_token_ids(std::span<const std::byte> bytes, std::uint64_t tokens) {
+  byte_reader in(bytes);
+  const auto size = in.get<std::uint32_t>();
+  if (!in.ok() || size < 1 || size > 4 || in.remaining() % size != 0 || in.remaining() / size != tokens)
+    return error{error_code::corrupt, "size of the token ids"};
+  std::vector<std::uint32_t> ids(static_cast<std::size_t>(tokens));
+  for (std::uint32_t& id : ids) {
+    for (std::uint32_t b = 0; b < size; ++b) id |= std::uint32_t{in.get<std::uint8_t>()} << (8 * b);
+  }
+  return ids;
 }
 
 /// Tokens rounded up to full rows.

@@ -51,6 +51,6 @@ struct channel_mean {
   }
 };
 
-static_assert(predictor<channel_mean>);
+static_assert(tile_predictor<channel_mean>);
 
 }  // namespace kvexact

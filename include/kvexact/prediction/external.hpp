@@ -35,6 +35,6 @@ struct external {
   }
 };
 
-static_assert(predictor<external, kv_cache_view<const bf16>>);
+static_assert(tile_predictor<external, kv_cache_view<const bf16>>);
 
 }  // namespace kvexact

@@ -27,19 +27,31 @@ struct tile_parameters {
   const rotary* rotation;                ///< how cached keys are rotated; not null
 };
 
-/// Predicts the values of a cache, one tile at a time.
+/// Names a way to predict the values of a cache.
 ///
 /// - `id`: number in streams and profiles; `name`: for people; `needs`: its dependency.
-/// - `needs_prediction`: the caller must hand in a predicted cache, for encoding and for decoding, equal to the bit.
-/// - `predict(shape, parameters, prediction, out)` fills all shape.channels() * shape.stride scalars of `out` (bits of IEEE binary32,
-///   real unit) and pads beyond shape.tokens with zeros. It must give the same bits on every machine.
-template <class P, class Prediction = no_prediction>
-concept predictor = requires(const tile_shape& shape, const tile_parameters& parameters, const Prediction& prediction, std::uint32_t* out) {
+/// - `needs_prediction`: the caller must hand something in, for encoding and for decoding, that predicts equal to the bit.
+template <class P>
+concept predictor = requires {
   { P::id } -> std::convertible_to<std::uint32_t>;
   { P::name } -> std::convertible_to<const char*>;
   { P::needs } -> std::convertible_to<dependency>;
   { P::needs_prediction } -> std::convertible_to<bool>;
-  { P::predict(shape, parameters, prediction, out) } noexcept;
 };
+
+/// Predicts the values of a cache, one tile at a time and each alone.
+///
+/// - `predict(shape, parameters, prediction, out)` fills all shape.channels() * shape.stride scalars of `out` (bits of IEEE binary32,
+///   real unit) and pads beyond shape.tokens with zeros. It must give the same bits on every machine.
+template <class P, class Prediction = no_prediction>
+concept tile_predictor =
+    predictor<P> && P::needs == dependency::none &&
+    requires(const tile_shape& shape, const tile_parameters& parameters, const Prediction& prediction, std::uint32_t* out) {
+      { P::predict(shape, parameters, prediction, out) } noexcept;
+    };
+
+/// A predictor whose tiles depend on others: it has maps in the profile and runs as a `map_session`.
+template <class P>
+concept mapped_predictor = predictor<P> && P::needs != dependency::none;
 
 }  // namespace kvexact

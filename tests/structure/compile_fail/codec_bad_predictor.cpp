@@ -1,4 +1,4 @@
-// expect: kvexact: the Predictor of a codec must satisfy kvexact::predictor (prediction/predictor.hpp)
+// expect: kvexact: the Predictor of a codec must satisfy kvexact::tile_predictor or be a mapped_predictor (prediction/predictor.hpp)
 // SPDX-License-Identifier: Apache-2.0
 #include <kvexact/codec/codec.hpp>
 

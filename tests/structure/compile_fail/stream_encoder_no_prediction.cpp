@@ -1,4 +1,4 @@
-// expect: kvexact: this codec's predictor needs a predicted cache as second argument of append
+// expect: kvexact: this codec's predictor needs a predicted cache or an engine as second argument of append
 // SPDX-License-Identifier: Apache-2.0
 #include <kvexact/codec/codec.hpp>
 
