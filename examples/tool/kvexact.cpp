@@ -158,9 +158,10 @@ status expect_no_loop(const std::string& path, std::uint32_t predictor) {
 /// A cache file and a view of it.
 template <class T>
 struct viewed_cache {
-  const cache_file& file;
-  std::vector<layer_tensors<const T>> layers = file.layers<T>();
-  kv_cache_view<const T> view = *kv_cache_view<const T>::make(file.about().shape, layers, {0, file.about().tokens});
+  std::vector<layer_tensors<const T>> layers;
+  kv_cache_view<const T> view;
+  explicit viewed_cache(const cache_file& file)
+      : layers(file.layers<T>()), view(*kv_cache_view<const T>::make(file.about().shape, layers, {0, file.about().tokens})) {}
 };
 
 /// Opens the prediction of a cache and checks that it fits.
@@ -365,7 +366,7 @@ status encode(const arguments& args) {
     if constexpr (Codec::predictor_type::needs_prediction) {
       auto prediction = open_prediction(args.predictions.front(), about, cache->path());
       if (!prediction) return prediction.error();
-      if (auto appended = append_all(viewed_cache<bf16>{*prediction}.view); !appended) return appended;
+      if (auto appended = append_all(viewed_cache<bf16>(*prediction).view); !appended) return appended;
     } else {
       if (auto appended = append_all(no_prediction{}); !appended) return appended;
     }
@@ -423,7 +424,7 @@ status decode(const arguments& args) {
     if (Codec::predictor_type::needs_prediction && !args.predictions.empty()) {
       auto prediction = open_prediction(args.predictions.front(), about, path);
       if (!prediction) return prediction.error();
-      if (auto decoded = decode_all(viewed_cache<bf16>{*prediction}.view); !decoded) return decoded;
+      if (auto decoded = decode_all(viewed_cache<bf16>(*prediction).view); !decoded) return decoded;
     } else {
       if (auto decoded = decode_all(no_prediction{}); !decoded) return decoded;
     }
