@@ -116,8 +116,9 @@ TEST_CASE("codec: gives back every bit of caches of many shapes") {
                                        {number_format::bfloat16, codec_kind::cross_layer_external},
                                        {number_format::float8_e4m3, codec_kind::external},
                                        {number_format::float8_e4m3, codec_kind::cross_layer}}) {
-      CAPTURE(to_string(kind));
-      const prepared by(codec_for(format, kind), shape, {}, 64);
+      const codec_under_test& codec = codec_for(format, kind);
+      CAPTURE(codec.name());
+      const prepared by(codec, shape, {}, 64);
       for (const std::uint64_t tokens : {1U, 40U, 257U}) check_round_trip(by, make_example(shape, tokens, format, 3));
     }
   }
