@@ -217,7 +217,9 @@ void check_numbers(const victim& whole) {
     }
   };
   // The stream's header (all 4-byte fields but the hash, which may be anything but right), index, section table and footer.
-  for (std::size_t at = 16; at + 4 <= whole.chunks_at; at += 4) try_at(at, 4);
+  // Storage scales may be any: those that are no positive normal numbers count as 1, and the values themselves have checksums.
+  const std::size_t scales_at = whole.chunks_at - 4 * inspect_stream(whole.stream)->header.storage_scales.size();
+  for (std::size_t at = 16; at + 4 <= scales_at; at += 4) try_at(at, 4);
   // Of token ids only their size: they may be any.
   const std::size_t ids_at = index_at + 8 + 4 * 40;
   for (const std::size_t bytes : {4U, 8U}) {

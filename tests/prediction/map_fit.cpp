@@ -260,7 +260,8 @@ TEST_CASE("map_fit: the best ridge grows with noise and with features for a toke
         data.x_at(f, t) = static_cast<std::int16_t>(std::lrint(std::clamp(20 * normal(random), -127.0, 127.0)));
         for (std::size_t o = 0; o < 3; ++o) sums[o] += (static_cast<double>((7 * f + 5 * o) % 11) - 5) * data.x_at(f, t);
       }
-      for (std::size_t o = 0; o < 3; ++o) data.y_at(o, t) = static_cast<std::int16_t>(std::lrint(std::clamp(sums[o] + noise * normal(random), -32000.0, 32000.0)));
+      for (std::size_t o = 0; o < 3; ++o)
+        data.y_at(o, t) = static_cast<std::int16_t>(std::lrint(std::clamp(sums[o] + noise * normal(random), -32000.0, 32000.0)));
     }
     return data;
   };
@@ -296,6 +297,35 @@ TEST_CASE("map_fit: the best ridge grows with noise and with features for a toke
     return (others.all_y() - to_matrix(weights, 3) * others.all_x()).squaredNorm();
   };
   CHECK(missed(*shrunk) < 0.95 * missed(*plain));
+}
+
+TEST_CASE("map_fit: the best ridge is larger where data is scarce and noise is loud, and helps where it was not seen") {
+  const auto ridge_of = [](const data_set& data) {
+    const auto equations = data.equations();
+    const auto weights = equations.solve(1e-3);
+    REQUIRE(weights);
+    return equations.best_ridge(*weights, energy(data.all_y()));
+  };
+  const double quiet = ridge_of(example(40, 5, 4000, 1));
+  const double loud = ridge_of(example(40, 5, 4000, 1000));
+  const double scarce = ridge_of(example(40, 5, 100, 1000));
+  CHECK(quiet < 40.0 / 4000 * 0.05);
+  CHECK(loud > 10 * quiet);
+  CHECK(scarce > 10 * loud);
+  CHECK(scarce < 40.0 / 100 * 50);
+  CHECK(normal_equations::make(5, 3)->best_ridge(std::vector<double>(15), 0) >= 0);
+
+  // Few tokens of loud noise; what the maps miss of the same rule elsewhere.
+  const data_set seen = example(40, 5, 100, 600);
+  data_set unseen(40, 5, 3000);
+  unseen.draw_features(99);
+  unseen.make_outputs(integer_map(5, 40, 12), 0, 13);
+  const auto equations = seen.equations();
+  const auto first = equations.solve(1e-3);
+  const auto better = equations.solve(ridge_of(seen));
+  REQUIRE((first && better));
+  const auto missed = [&](const std::vector<double>& weights) { return energy(unseen.all_y() - to_matrix(weights, 5) * unseen.all_x()); };
+  CHECK(missed(*better) < 0.8 * missed(*first));
 }
 
 TEST_CASE("map_fit: features that are 0, repeated or dependent do no harm") {
