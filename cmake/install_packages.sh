@@ -14,7 +14,7 @@ for purpose in "$@"; do
       ;;
     test)
       tools+=(clang++:clang git:git)
-      libraries+=(doctest-dev libbenchmark-dev)
+      libraries+=(doctest-dev libbenchmark-dev libclang-rt-dev)
       ;;
     demo)
       tools+=(zstd:zstd)

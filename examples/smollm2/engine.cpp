@@ -225,7 +225,7 @@ engine::matrix engine::pack(std::span<const bf16> weights, std::size_t outputs, 
       for (std::size_t i = 0; i < inputs; ++i) {
         for (std::size_t lane = 0; lane < width; ++lane) tile[i * width + lane] = weights[(panel + lane) * inputs + i].to_float();
       }
-      float* const scales = packed.scales.data() + panel * groups;
+      float* const scales = packed.scales.empty() ? nullptr : packed.scales.data() + panel * groups;
       if (integers) {
         run(isa_, kernels::quantise_int8{tile, packed.pairs.data() + panel * inputs / 2, scales, inputs, group_,
                                          kind == quantisation::rotated_int8});

@@ -279,7 +279,7 @@ TEST_CASE("closed_loop: an engine that stands at a wrong token is refused") {
 }
 
 TEST_CASE("closed_loop: errors of the engine are passed on, and it may try again") {
-  const loop by(number_format::float8_e5m2);
+  const loop by(number_format::float8_e4m3);
   const model_example from = by.example_of(70, 7);
   const std::vector<std::byte> stream = by.encode(from, small_chunks);
   const auto decoder = by.ready->open(stream);
@@ -297,7 +297,7 @@ TEST_CASE("closed_loop: errors of the engine are passed on, and it may try again
       bits_cache decoded(by.options.shape, 70, untouched);
       const error failed = error_of((*decoder)->decode_all(decoded, engine));
       CHECK(failed.code == fake_engine::failure.code);
-      CHECK(failed.what == fake_engine::failure.what);
+      CHECK(std::string_view(failed.what) == fake_engine::failure.what);
       CHECK(failed.token == static_cast<std::int64_t>(band));
       // Whole chunks before it are there, and no more: bands, and lower layers of this one.
       bits_cache expected(by.options.shape, 70, untouched);
@@ -320,7 +320,7 @@ TEST_CASE("closed_loop: errors of the engine are passed on, and it may try again
     REQUIRE(encoder);
     const error failed = error_of((*encoder)->append(from.cache, engine));
     CHECK(failed.code == fake_engine::failure.code);
-    CHECK(failed.what == fake_engine::failure.what);
+    CHECK(std::string_view(failed.what) == fake_engine::failure.what);
     if (band > 0) continue;
     const auto again = by.ready->encode(from.cache, engine, {.scales = by.scales, .options = small_chunks});
     REQUIRE(again);
@@ -669,6 +669,6 @@ TEST_CASE("closed_loop: errors of the engine end calibration") {
     const std::vector<calibration_input> inputs{{from.cache, engine}};
     const error failed = error_of(by.codec->calibrate(by.options.shape, by.options.rotation, inputs));
     CHECK(failed.code == fake_engine::failure.code);
-    CHECK(failed.what == fake_engine::failure.what);
+    CHECK(std::string_view(failed.what) == fake_engine::failure.what);
   }
 }

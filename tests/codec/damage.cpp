@@ -402,6 +402,35 @@ TEST_CASE("damage: profiles whose sizes overflow or ask for terabytes are refuse
   }
 }
 
+TEST_CASE("damage: maps whose sizes ask for more than the profile holds are refused before memory is taken") {
+  const cache_shape shape = make_shape({{1, 256, 0}, {1, 2, 0}});
+  const codec_under_test& codec = codec_for(number_format::float8_e4m3, codec_kind::cross_layer);
+  const prepared whole(codec, shape, {}, 60);
+  const layer_maps maps = parse_profile(whole.profile)->data.models[0].maps;
+  std::vector<std::byte> header;
+  byte_writer out(header);
+  for (const std::uint32_t each : {1U, maps.layers_back, maps.rank, maps.block_size, maps.hidden_width}) out.put(each);
+  const auto found = std::search(whole.profile.begin(), whole.profile.end(), header.begin(), header.end());
+  REQUIRE(found != whole.profile.end());
+  const auto at = static_cast<std::size_t>(found - whole.profile.begin());
+  for (std::size_t field = 0; field < 5; ++field) {
+    for (const std::uint32_t number :
+         {0U, 1U, 2U, 3U, 7U, 8U, 9U, 16U, 255U, 256U, 65535U, 65536U, 65537U, 0x7fffffffU, 0x80000000U, 0xffffffffU}) {
+      std::vector<std::byte> file = whole.profile;
+      store_little_endian(file.data() + at + 4 * field, number);
+      seal(file);
+      const bool same = file == whole.profile;
+      const allocation_meter meter;
+      const auto parsed = parse_profile(file);
+      CHECK(meter.bytes() < 200 * file.size());
+      CAPTURE(field);
+      CAPTURE(number);
+      // Other flags may serve as well, and where there are two layers, any number of layers back.
+      if (field > 1 || number == 0 || number > 8) CHECK(static_cast<bool>(parsed) == same);
+    }
+  }
+}
+
 TEST_CASE("damage: 80,000 random changes of streams give errors or the right values") {
   std::uint64_t accepted = 0;
   for (const auto& [format, kind] : formats_and_kinds()) {
