@@ -10,11 +10,13 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 CACHE = Path(os.environ["KVEXACT_CACHE"])
 TOOLS = Path("build/release/examples")
+DAYS_KEPT = 7  # caches of another build or text, since they were last used: other clones may be running their own demo
 FORMATS = {"bf16": "bf16", "f8_e4m3": "fp8 e4m3", "fp16": "fp16"}
 ROTARY = ["--rope-base", "100000", "--rope-pairs", "interleaved"]
 # Multiply-adds of a pass of SmolLM2 for each scalar of its cache, without attention: weights of a layer / channels of its K and V.
@@ -22,24 +24,29 @@ PASS_ADDS = (576 * 576 * 2 + 576 * 192 * 2 + 3 * 576 * 1536) // 384
 
 
 class Method(NamedTuple):
-    """A row of the table; `prediction` names the copy whose cache is handed over."""
+    """A row of the table; `preset` is the codec's name in the library, `prediction` names the copy whose cache is handed over."""
 
     name: str
+    preset: str
     options: list[str]
     needs: str
     prediction: str = ""
     in_loop: bool = False
 
 
-NONE = Method("none", ["--predictor", "none"], "profile")
-CROSS_LAYER = Method("cross_layer", [], "profile")
-CLOSED_LOOP = Method("int8 closed loop", ["--engine", "int8"], "profile, engine, ids*", in_loop=True)
-METHODS = (
-    NONE, CROSS_LAYER,
-    Method("fp8 copy, plain", ["--plain"], "profile, prediction", "fp8"), Method("fp8 copy", [], "profile, prediction", "fp8"),
-    Method("int8 copy, plain", ["--plain"], "profile, prediction", "int8"), Method("int8 copy", [], "profile, prediction", "int8"),
-    CLOSED_LOOP, Method("int8 closed loop, 4+256", ["--engine", "int8", "--window", "4+256"], "profile, engine, ids*", in_loop=True),
-)
+def in_loop(name: str, *options: str) -> Method:
+    return Method(name, "codec_closed_loop", ["--engine", "int8", *options], "profile, engine, ids", in_loop=True)
+
+
+def predicted(copy: str) -> tuple[Method, Method]:
+    return (Method(f"{copy} copy, plain", "plain_codec_with_prediction", ["--plain"], "profile, prediction", copy),
+            Method(f"{copy} copy", "codec_with_prediction", [], "profile, prediction", copy))
+
+
+NONE = Method("none", "plain_codec_without_model", ["--predictor", "none"], "profile")
+CROSS_LAYER = Method("cross_layer", "codec_without_model", [], "profile")
+CLOSED_LOOP = in_loop("int8 closed loop")
+METHODS = (NONE, CROSS_LAYER, *predicted("fp8"), *predicted("int8"), CLOSED_LOOP, in_loop("int8 closed loop, 4+256", "--window", "4+256"))
 ROWS = [("bf16", each) for each in METHODS] + [("f8_e4m3", each) for each in METHODS] + [("fp16", CROSS_LAYER), ("fp16", CLOSED_LOOP)]
 
 
@@ -55,17 +62,23 @@ def sequences(split: str, calibration: int, held_out: int) -> dict[str, list[Pat
     return found
 
 
+def claim(folder: Path):
+    """Makes a folder of caches, or marks it as used now, and removes those beside it that have not been used for long."""
+    folder.mkdir(parents=True, exist_ok=True)
+    os.utime(folder)
+    for other in folder.parent.iterdir():
+        with suppress(FileNotFoundError):  # someone else may remove it, too
+            if other != folder and time.time() - other.stat().st_mtime > DAYS_KEPT * 86400:
+                shutil.rmtree(other)
+
+
 def make_caches(split: str, tokens: list[Path]) -> Path:
     """Runs the engines over the sequences whose caches are not there yet. A changed engine or text starts over."""
     sources = hashlib.sha256((TOOLS / "smollm2_cache").read_bytes())
     for path in sorted((CACHE / "tokens").glob("*/*.txt")):
         sources.update(path.read_bytes())
-    root = CACHE / "caches"
-    folder = root / sources.hexdigest()[:16] / split
-    if root.exists():
-        for old in root.iterdir():
-            if old.name != folder.parent.name:
-                shutil.rmtree(old)
+    folder = CACHE / "caches" / sources.hexdigest()[:16] / split
+    claim(folder.parent)
     for name, engine_name, formats in (("target", "bf16", list(FORMATS)), ("fp8", "fp8", ["bf16"]), ("int8", "int8", ["bf16"])):
         outputs = {path: [folder / f"{path.stem}.{name}.{dtype}.safetensors" for dtype in formats] for path in tokens}
         missing = [path for path in tokens if not all(out.exists() for out in outputs[path])]
@@ -119,8 +132,9 @@ class Caches:
 
     def measure(self, dtype: str, method: Method, profile: str, scratch: Path) -> dict:
         about = report("kvexact", "inspect", profile)
-        row = {"cache": FORMATS[dtype], "prediction": method.name, "cache_bytes": 0, "stream_bytes": 0, "scalars": 0, "encode_seconds": 0.0,
-               "decode_seconds": 0.0, "profile_bytes": about["bytes"], "needs": method.needs, "bit_exact": True, "warnings": [],
+        row = {"cache": FORMATS[dtype], "prediction": method.name, "preset": method.preset, "cache_bytes": 0, "stream_bytes": 0,
+               "scalars": 0, "encode_seconds": 0.0, "decode_seconds": 0.0, "profile_bytes": about["bytes"], "needs": method.needs,
+               "bit_exact": True, "warnings": [],
                "multiply_adds_per_scalar": about["models"][0].get("maps", {}).get("multiply_adds_per_scalar", 0),
                "engine_multiply_adds_per_scalar": PASS_ADDS if method.in_loop or method.prediction else 0}
         stream, back = str(scratch / "stream.kvx"), str(scratch / "back.safetensors")
@@ -182,22 +196,23 @@ def main():
         print(f"""
 SmolLM2-135M (Instruct, Q4_1 weights dequantised to bf16), held-out sequences of 1024 tokens: {held_out}.
 Calibration on {calibration}, {others}. More of them make streams smaller, most of all where the profile is
-large; docs/results.md has the table for 24 (demo.sh 24 6).
+large; docs/results.md has larger runs.
 Ratio: bytes of the cache's values / bytes of the whole stream file. Speed: MB of cache a second, files mapped. Adds: multiply-adds
 of 8-bit integers for each scalar, for the profile's maps. A copy has to run as well, for encoding and for decoding, a pass of about
 {PASS_ADDS} multiply-adds a scalar beside its attention; it is part of the closed loop's speeds, and not of those with a prediction.
-* ids: of the tokens, which these streams carry.
+Decoding needs the profile; a codec with prediction also the copy's cache, the closed loop the copy itself and the ids of the tokens,
+which these streams carry.
 """)
-        print(f"{'cache':9} {'prediction':23} {'bits/scalar':>11} {'ratio':>7} {'zstd -3':>8} {'encode':>9} {'decode':>9} {'profile':>9} "
-              f"{'adds':>5}  {'decoding needs':21} bit-exact")
+        print(f"{'cache':9} {'preset':27} {'prediction':23} {'bits/scalar':>11} {'ratio':>7} {'zstd -3':>8} {'encode':>9} {'decode':>9} "
+              f"{'profile':>9} {'adds':>5}  bit-exact")
         rows = []
         for dtype, method in ROWS:
             row = caches.measure(dtype, method, profiles[dtype, method.name], scratch) | {"zstd_ratio": zstd[dtype]}
             rows.append(row)
             speeds = [row["cache_bytes"] / 1e6 / row[f"{action}_seconds"] for action in ("encode", "decode")]
-            print(f"{row['cache']:9} {row['prediction']:23} {row['bits_per_scalar']:11.3f} {row['ratio']:7.3f} {row['zstd_ratio']:8.3f} "
-                  f"{speeds[0]:4.0f} MB/s {speeds[1]:4.0f} MB/s {row['profile_bytes'] / 1e6:6.2f} MB "
-                  f"{row['multiply_adds_per_scalar']:5.0f}  {row['needs']:21} bit-exact: {'yes' if row['bit_exact'] else 'NO'}"
+            print(f"{row['cache']:9} {row['preset']:27} {row['prediction']:23} {row['bits_per_scalar']:11.3f} {row['ratio']:7.3f} "
+                  f"{row['zstd_ratio']:8.3f} {speeds[0]:4.0f} MB/s {speeds[1]:4.0f} MB/s {row['profile_bytes'] / 1e6:6.2f} MB "
+                  f"{row['multiply_adds_per_scalar']:5.0f}  {'yes' if row['bit_exact'] else 'NO'}"
                   f"{' !' if row['warnings'] else ''}", flush=True)
         if any(row["warnings"] for row in rows):
             print("! far from what the profile reached on its calibration text: that was too little")
@@ -208,4 +223,5 @@ of 8-bit integers for each scalar, for the profile's maps. A copy has to run as 
         fail("a decoded cache differs")
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <cerrno>
+#include <csignal>
 #include <cstddef>
 #include <cstdint>
 #include <cstdio>
@@ -32,7 +33,9 @@ namespace detail {
 
 /// A file that appears under its name only when it is complete: bytes go to a temporary name in the same folder, `commit` renames it,
 /// and the destructor removes it if `commit` was not reached. An existing file is replaced; anything else of that name
-/// (a folder, a device) is refused. The rename protects against an interrupted program, not against a power cut: nothing is synced.
+/// (a folder, a device) is refused. A file that grows beyond what the process may write is an error like any other: the signal that would
+/// end the program and leave the temporary file behind is ignored from then on. The rename protects against an interrupted program, not
+/// against a power cut: nothing is synced.
 ///
 ///     auto file = output_file::create("model.kvp");
 ///     if (!file) return file.error();
@@ -46,6 +49,7 @@ class output_file {
       if (::stat(path.c_str(), &existing) == 0 && !S_ISREG(existing.st_mode)) {
         return failure{error_code::output_failed, path + ": exists and is not a regular file"};
       }
+      std::signal(SIGXFSZ, SIG_IGN);
       static std::atomic<unsigned> counter{0};
       for (int attempt = 0; attempt < 100; ++attempt) {
         const std::string temporary = path + '.' + std::to_string(::getpid()) + '-' + std::to_string(counter++) + ".part";
@@ -57,6 +61,13 @@ class output_file {
     } catch (const std::exception& caught) {
       return failure{error_code::out_of_memory, caught.what()};
     }
+  }
+
+  /// Whether a file of this name could be created now: better known before the work than after it.
+  [[nodiscard]] static status probe(const std::string& path) noexcept {
+    const auto file = create(path);
+    if (!file) return file.error();
+    return done;
   }
 
   output_file(output_file&& other) noexcept

@@ -16,7 +16,9 @@ namespace kvexact::examples {
 /// Why a profile does not fit a cache that was encoded with it, in words, or nothing if it does. It fits if the chunks take no more bits
 /// than the profile had for the caches it was made from, or up to 1.25 times as many with its predictor in all of them. Left out of
 /// account: chunks of less than a row of tokens, and what any chunk costs, so that short streams are not blamed for being short.
-[[nodiscard]] inline std::string misfit(const cache_shape& shape, std::span<const chunk_record> chunks, const model_parameters& model) {
+/// `suspect`: what may be wrong as well where most chunks do without the predictor, or nothing.
+[[nodiscard]] inline std::string misfit(const cache_shape& shape, std::span<const chunk_record> chunks, const model_parameters& model,
+                                        const std::string& suspect = {}) {
   constexpr double fixed_bytes = 200;
   constexpr double tolerance = 1.25;
   std::uint64_t judged = 0, deserted = 0, values = 0, bytes = 0;
@@ -38,7 +40,10 @@ namespace kvexact::examples {
                 expected);
   std::string text = "the profile does not fit this cache: ";
   if (deserted > 0) text += std::to_string(deserted) + " of " + std::to_string(judged) + " chunks are coded without its predictor; ";
-  return text + figures + "; calibrate on more caches, and of this kind";
+  text += figures;
+  text += "; calibrate on more caches, and of this kind";
+  if (2 * deserted > judged && !suspect.empty()) text += ", or " + suspect;
+  return text;
 }
 
 }  // namespace kvexact::examples

@@ -8,6 +8,7 @@
 #include <memory>
 #include <optional>
 #include <span>
+#include <stdexcept>
 #include <string>
 #include <unistd.h>
 #include <utility>
@@ -62,13 +63,14 @@ status expect_separate_output(const arguments& args) {
   return done;
 }
 
+/// `path`: what asks for the format.
 template <class Work>
-status with_codec(number_format format, Work&& work) {
+status with_codec(const std::string& path, number_format format, Work&& work) {
   switch (format) {
     case number_format::bfloat16: return work.template operator()<codec_closed_loop<bf16>>();
     case number_format::float16: return work.template operator()<codec_closed_loop<fp16>>();
     case number_format::float8_e4m3: return work.template operator()<codec_closed_loop<fp8_e4m3>>();
-    default: return failure{error_code::unsupported, std::string("the closed loop is not built for ") + to_string(format)};
+    default: return failure{error_code::unsupported, path + ": unsupported: the closed loop is not built for " + to_string(format)};
   }
 }
 
@@ -92,6 +94,12 @@ std::string note_of(const engine_choice& engine) {
       .dump();
 }
 
+/// A note may say anything: what a conversion would make of -1, 1.5 or 1e300 is no count.
+std::size_t count_of(const json& value) {
+  if (!value.is_number_unsigned()) throw std::out_of_range(value.dump(-1, ' ', true, json::error_handler_t::replace));
+  return value.get<std::size_t>();
+}
+
 outcome<engine_choice> engine_of(const std::string& path, const std::string& note, const engine_choice& given) {
   const json options = json::parse(note, nullptr, false);
   const failure bad{error_code::profile_mismatch, path + ": was not made by smollm2_codec calibrate"};
@@ -100,17 +108,19 @@ outcome<engine_choice> engine_of(const std::string& path, const std::string& not
     engine_choice engine = given;  // folder and threads
     engine.name = options.at("engine").get<std::string>();
     engine.unrotated = !options.at("rotated").get<bool>();
-    engine.group = options.at("group").get<std::size_t>();
+    engine.group = count_of(options.at("group"));
     engine.exact_kv = options.at("exact_kv").get<bool>();
-    engine.exact_layers = options.at("exact_layers").get<std::size_t>();
-    engine.depth = options.at("depth").get<std::size_t>();
-    engine.window = {options.at("window").at(0).get<std::size_t>(), options.at("window").at(1).get<std::size_t>()};
+    engine.exact_layers = count_of(options.at("exact_layers"));
+    engine.depth = count_of(options.at("depth"));
+    engine.window = {count_of(options.at("window").at(0)), count_of(options.at("window").at(1))};
     if ((engine.name != "int8" && engine.name != "fp8" && engine.name != "bf16") || (engine.group != 32 && engine.group != 64)) return bad;
     if (given.window.newest != 0 && (given.window.newest != engine.window.newest || given.window.sinks != engine.window.sinks))
       return failure{error_code::profile_mismatch, path + ": was calibrated with another --window"};
     return engine;
   } catch (const json::exception&) {
     return bad;
+  } catch (const std::out_of_range& number) {
+    return failure{error_code::corrupt, path + ": the profile's note has " + in_quotes(number.what()) + " where a count should stand"};
   }
 }
 
@@ -208,6 +218,7 @@ status calibrate(const arguments& args) {
     auto ids = read_tokens(path);
     if (!ids) return ids.error();
     if (ids->empty()) return failure{error_code::invalid_argument, path + ": holds no tokens"};
+    if (auto known = expect_known(path, *ids, target->shape().vocabulary); !known) return known;
     longest = std::max(longest, ids->size());
     tokens += ids->size();
     sequences.push_back(*std::move(ids));
@@ -228,7 +239,7 @@ status calibrate(const arguments& args) {
   auto target_rows = target->make_cache(longest);
   if (!target_rows) return target_rows.error();
 
-  return with_codec(format, [&]<class Codec>() -> status {
+  return with_codec("calibrate", format, [&]<class Codec>() -> status {
     using scalar = typename Codec::scalar;
     std::deque<viewed_cache<scalar>> seen;
     std::deque<interruptible_pair> engines;
@@ -270,7 +281,8 @@ struct set_up {
   std::optional<examples::kv_cache> rows;
   std::optional<layerwise_engine> loop;
 
-  status load(const arguments& args, std::vector<std::uint32_t> ids) {
+  /// `ids_path`: where the ids are from.
+  status load(const arguments& args, std::vector<std::uint32_t> ids, const std::string& ids_path) {
     auto bytes = mapped_file::open(args.profile);
     if (!bytes) return bytes.error();
     auto read = parse_profile(bytes->bytes());
@@ -282,6 +294,7 @@ struct set_up {
     auto loaded = choice.load();
     if (!loaded) return loaded.error();
     model = std::move(*loaded);
+    if (auto known = expect_known(ids_path, ids, model->shape().vocabulary); !known) return known;
     auto made = model->make_cache(std::max<std::size_t>(ids.size(), 1));
     if (!made) return made.error();
     rows = std::move(*made);
@@ -326,8 +339,8 @@ status encode(const arguments& args) {
     return failure{error_code::shape_mismatch, args.tokens.front() + ": " + std::to_string(ids->size()) + " tokens, but " + args.cache +
                                                    " has " + std::to_string(about.tokens)};
   set_up with;
-  if (auto loaded = with.load(args, *ids); !loaded) return loaded;
-  return with_codec(about.format, [&]<class Codec>() -> status {
+  if (auto loaded = with.load(args, *ids, args.tokens.front()); !loaded) return loaded;
+  return with_codec(args.cache, about.format, [&]<class Codec>() -> status {
     const auto parameters = profile<Codec>::make(with.parsed.data, with.parsed.hash, build_for::encode);
     if (!parameters) return at(args.profile, parameters.error());
     if (const auto fits = expect_shape(about.shape, parameters->shape()); !fits) return at(args.cache, fits.error());
@@ -364,7 +377,8 @@ status encode(const arguments& args) {
     if (auto committed = file->commit(); !committed) return committed;
     const profile_data& data = with.parsed.data;
     report_coding(args, "encoded", about, written, with, seconds,
-                  misfit(about.shape, encoder->chunks(), data.models[data.find_model(closed_loop::id)]));
+                  misfit(about.shape, encoder->chunks(), data.models[data.find_model(closed_loop::id)],
+                         args.tokens.front() + " has the token ids of another cache"));
     return done;
   });
 }
@@ -388,8 +402,8 @@ status decode(const arguments& args) {
                                                        (args.tokens.empty() ? "it carries none, give them with --tokens"
                                                                             : args.tokens.front() + " has " + std::to_string(ids.size()))};
   set_up with;
-  if (auto loaded = with.load(args, std::move(ids)); !loaded) return loaded;
-  return with_codec(about.format, [&]<class Codec>() -> status {
+  if (auto loaded = with.load(args, std::move(ids), args.tokens.empty() ? args.stream : args.tokens.front()); !loaded) return loaded;
+  return with_codec(args.stream, about.format, [&]<class Codec>() -> status {
     const auto parameters = profile<Codec>::make(with.parsed.data, with.parsed.hash, build_for::decode);
     if (!parameters) return at(args.profile, parameters.error());
     const auto decoder = stream_decoder<Codec>::open(*parameters, stream->bytes());
@@ -506,6 +520,7 @@ int main(int argc, char** argv) try {
 
   CLI11_PARSE(app, argc, argv);
   if (auto separate = expect_separate_output(args); !separate) return finish(separate);
+  if (auto possible = output_file::probe(args.out); !possible) return finish(possible);
   if (calibrate_command->parsed()) return finish(calibrate(args));
   return finish(encode_command->parsed() ? encode(args) : decode(args));
 } catch (const std::exception& caught) {

@@ -8,10 +8,10 @@
 #include <cstring>
 #include <deque>
 #include <filesystem>
-#include <fstream>
 #include <map>
 #include <optional>
 #include <set>
+#include <sstream>
 #include <string>
 #include <vector>
 
@@ -27,6 +27,7 @@
 #include <common/profile_fit.hpp>
 #include <common/progress.hpp>
 #include <common/safetensors.hpp>
+#include <common/text_file.hpp>
 #include <kvexact/codec/calibrate.hpp>
 #include <kvexact/codec/codec.hpp>
 #include <kvexact/core/version.hpp>
@@ -114,16 +115,16 @@ class stopwatch {
   std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
 };
 
-/// Calls work.operator()<Codec>() for a number format and the id of a predictor.
+/// Calls work.operator()<Codec>() for a number format and the id of a predictor, for which `path` asks.
 template <class Work>
-status with_codec(number_format format, std::uint32_t predictor, Work&& work) {
+status with_codec(const std::string& path, number_format format, std::uint32_t predictor, Work&& work) {
   const auto choose = [&]<class Scalar>() -> status {
     switch (predictor) {
       case channel_mean::id: return work.template operator()<plain_codec_without_model<Scalar>>();
       case external::id: return work.template operator()<plain_codec_with_prediction<Scalar>>();
       case cross_layer<channel_mean>::id: return work.template operator()<codec_without_model<Scalar>>();
       case cross_layer<external>::id: return work.template operator()<codec_with_prediction<Scalar>>();
-      default: return failure{error_code::unsupported, "unknown predictor"};
+      default: return failure{error_code::unsupported, path + ": unsupported: unknown predictor " + std::to_string(predictor)};
     }
   };
   switch (format) {
@@ -132,7 +133,7 @@ status with_codec(number_format format, std::uint32_t predictor, Work&& work) {
     case number_format::float8_e4m3: return choose.template operator()<fp8_e4m3>();
     case number_format::float8_e5m2: return choose.template operator()<fp8_e5m2>();
   }
-  return failure{error_code::unsupported, "unknown number format"};
+  return failure{error_code::unsupported, path + ": unsupported: unknown number format"};
 }
 
 const char* predictor_name(std::uint32_t id) {
@@ -183,8 +184,9 @@ outcome<rotary> described_rotary(const arguments& args, const cache_shape& shape
   if (args.rotary_pairing && !args.rotary_base && args.rotary_frequencies.empty())
     return failure{error_code::invalid_argument, "calibrate: --rope-pairs needs --rope-base or --rope-frequencies"};
   if (!args.rotary_frequencies.empty()) {
-    std::ifstream file(args.rotary_frequencies);
-    if (!file) return failure{error_code::invalid_argument, args.rotary_frequencies + ": cannot open"};
+    auto text = read_text(args.rotary_frequencies, std::size_t{1} << 20);
+    if (!text) return text.error();
+    std::istringstream file(*std::move(text));
     std::vector<double> radians;
     for (std::string word; radians.size() <= rotary::max_dim && file >> word;) {
       double value = 0;
@@ -194,7 +196,7 @@ outcome<rotary> described_rotary(const arguments& args, const cache_shape& shape
                        args.rotary_frequencies + ": " + in_quotes(word) + " where a decimal number should stand"};
       radians.push_back(value);
     }
-    if (file.bad() || radians.empty())
+    if (radians.empty())
       return failure{error_code::invalid_argument, args.rotary_frequencies + ": should hold decimal numbers"};
     const auto made = rotary::from_radians(pairing, radians);
     if (!made) return at(args.rotary_frequencies, made.error());
@@ -240,7 +242,7 @@ status calibrate(const arguments& args) {
     predictions.push_back(*std::move(prediction));
   }
   const cache_description& about = caches.front().about();
-  return with_codec(about.format, predictor, [&]<class Codec>() -> status {
+  return with_codec("calibrate", about.format, predictor, [&]<class Codec>() -> status {
     using scalar = typename Codec::scalar;
     const auto rotation = described_rotary(args, about.shape);
     if (!rotation) return rotation.error();
@@ -323,7 +325,7 @@ status encode(const arguments& args) {
   if (!parsed) return at(args.profile, parsed.error());
   const std::uint32_t predictor = parsed->data.models.front().predictor;
   if (auto fits = expect_no_loop(args.profile, predictor); !fits) return fits;
-  return with_codec(about.format, predictor, [&]<class Codec>() -> status {
+  return with_codec(args.profile, about.format, predictor, [&]<class Codec>() -> status {
     const auto parameters = profile<Codec>::make(parsed->data, parsed->hash, build_for::encode);
     if (!parameters) return at(args.profile, parameters.error());
     if (Codec::predictor_type::needs_prediction && args.predictions.empty())
@@ -389,7 +391,9 @@ status decode(const arguments& args) {
   if (!opened) return at(path, opened.error());
   const cache_description about{opened->header.shape, opened->header.format, opened->index.tokens, opened->header.storage_scales};
   if (auto fits = expect_no_loop(path, opened->header.predictor); !fits) return fits;
-  return with_codec(about.format, opened->header.predictor, [&]<class Codec>() -> status {
+  return with_codec(path, about.format, opened->header.predictor, [&]<class Codec>() -> status {
+    if (!Codec::predictor_type::needs_prediction && !args.predictions.empty())
+      return failure{error_code::invalid_argument, path + ": was encoded without a prediction; decode it without --prediction"};
     const auto parameters = profile<Codec>::parse(profile_bytes->bytes(), build_for::decode);
     if (!parameters) return at(args.profile, parameters.error());
     const auto decoder = stream_decoder<Codec>::open(*parameters, stream->bytes());
@@ -421,7 +425,7 @@ status decode(const arguments& args) {
       }
       return done;
     };
-    if (Codec::predictor_type::needs_prediction && !args.predictions.empty()) {
+    if (!args.predictions.empty()) {
       auto prediction = open_prediction(args.predictions.front(), about, path);
       if (!prediction) return prediction.error();
       if (auto decoded = decode_all(viewed_cache<bf16>(*prediction).view); !decoded) return decoded;
@@ -805,7 +809,10 @@ int main(int argc, char** argv) try {
   CLI11_PARSE(app, argc, argv);
   for (const CLI::Option* const option : {layers_back, static_cast<const CLI::Option*>(rank), per_head, block_size})
     args.asks_for_maps = args.asks_for_maps || option->count() > 0;
-  if (auto separate = expect_separate_output(args); !separate) return finish(separate);
+  if (!args.out.empty()) {
+    if (auto separate = expect_separate_output(args); !separate) return finish(separate);
+    if (auto possible = output_file::probe(args.out); !possible) return finish(possible);
+  }
   if (calibrate_command->parsed()) return finish(calibrate(args));
   if (encode_command->parsed()) return finish(encode(args));
   if (decode_command->parsed()) return finish(decode(args));

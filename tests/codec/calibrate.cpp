@@ -292,6 +292,8 @@ TEST_CASE("calibrate: refuses what does not fit") {
       CHECK(refused(from.cache, from.prediction, std::span(scales).first(count)).code == error_code::shape_mismatch);
     CHECK(refused(from.cache, from.prediction, {}, {.layers_back = 9}).code == error_code::invalid_argument);
     CHECK(refused(from.cache, from.prediction, {}, {.rank = 1, .per_head = true}).code == error_code::invalid_argument);
+    for (const std::uint32_t rank : {65537U, 70000U, 0xffffffffU})
+      CHECK(refused(from.cache, from.prediction, {}, {.rank = rank}).code == error_code::invalid_argument);
     const error other_heads = refused(from.cache, from.prediction, {}, {.per_head = true});
     CHECK(other_heads.code == error_code::invalid_argument);
     CHECK(other_heads.layer == 1);

@@ -18,6 +18,7 @@
 
 #include "codec_under_test.hpp"
 #include "fake_engine.hpp"
+#include "hand_made_maps.hpp"
 
 using namespace kvexact;
 using namespace kvexact::test;
@@ -321,10 +322,52 @@ TEST_CASE("closed_loop: errors of the engine are passed on, and it may try again
     const error failed = error_of((*encoder)->append(from.cache, engine));
     CHECK(failed.code == fake_engine::failure.code);
     CHECK(std::string_view(failed.what) == fake_engine::failure.what);
+    const std::size_t written = sink.bytes.size();
+    if ((*encoder)->chunks().empty()) {
+      // Nothing has happened: what is there, no tokens at all, is a stream.
+      REQUIRE((*encoder)->finish());
+      CHECK((*by.ready->open(sink.bytes))->tokens() == 0);
+    } else {
+      // Part of it is written, and cannot be taken back.
+      CHECK(error_of((*encoder)->finish()).code == fake_engine::failure.code);
+      fake_engine sound = by.engine_for(from.ids);
+      CHECK(error_of((*encoder)->append(from.cache, sound)).code == fake_engine::failure.code);
+      CHECK(sound.calls.empty());
+      CHECK(sink.bytes.size() == written);
+    }
     if (band > 0) continue;
     const auto again = by.ready->encode(from.cache, engine, {.scales = by.scales, .options = small_chunks});
     REQUIRE(again);
     CHECK(*again == stream);
+  }
+}
+
+TEST_CASE("closed_loop: an engine that fails while a stream is continued") {
+  const loop by(number_format::bfloat16);
+  const model_example from = by.example_of(100, 7);
+  fake_engine first = by.engine_for(from.ids);
+  const auto start = by.ready->encode(source(from.cache, index_range{0, 32}), first, {.options = small_chunks});
+  REQUIRE(start);
+  const std::size_t calls = first.calls.size();
+  for (const bool later : {false, true}) {
+    fake_engine engine = by.engine_for(from.ids);
+    REQUIRE(by.ready->encode(source(from.cache, index_range{0, 32}), engine, {.options = small_chunks}));
+    // At once, or in the second band.
+    engine.failing_call = calls + (later ? 9 : 0);
+    byte_collector sink;
+    const auto encoder = by.ready->resume(sink, *start, {.options = small_chunks});
+    REQUIRE(encoder);
+    CHECK(error_of((*encoder)->append(from.cache, engine)).code == fake_engine::failure.code);
+    if (later) {
+      CHECK(error_of((*encoder)->finish()).code == fake_engine::failure.code);
+      continue;
+    }
+    REQUIRE((*encoder)->append(from.cache, engine));
+    const auto kept = static_cast<std::ptrdiff_t>((*by.ready->resume(sink, *start))->resume_offset());
+    REQUIRE((*encoder)->finish());
+    std::vector<std::byte> stream(start->begin(), start->begin() + kept);
+    stream.insert(stream.end(), sink.bytes.begin(), sink.bytes.end());
+    CHECK(stream == by.encode(from, small_chunks));
   }
 }
 
@@ -658,6 +701,145 @@ TEST_CASE("closed_loop: an engine that cannot teach is calibrated without a corr
   REQUIRE(data);
   CHECK(*serialize_profile(*data) == by.profile);
   CHECK(engines[0].engine.misuses == 0);
+}
+
+namespace {
+
+/// Predicts nothing but zeros, with hidden states of any length, and counts the numbers of the longest correction.
+struct wide_engine {
+  std::size_t width = 0;
+  std::uint64_t position = 0;
+  std::uint64_t end = 0;
+  std::size_t longest_correction = 0;
+
+  std::uint64_t tokens() const noexcept { return position; }
+  std::size_t hidden_width() const noexcept { return width; }
+  result<void> begin(index_range tokens) noexcept {
+    end = tokens.end;
+    return {};
+  }
+  result<void> predict(std::uint32_t, std::span<float> keys, std::span<float> values) noexcept {
+    std::ranges::fill(keys, 0.0F);
+    std::ranges::fill(values, 0.0F);
+    return {};
+  }
+  result<void> advance(std::uint32_t, std::span<const float>, std::span<const float>, std::span<const float> correction) noexcept {
+    longest_correction = std::max(longest_correction, correction.size());
+    position = end;
+    return {};
+  }
+  result<void> hidden_error(std::uint32_t, std::span<float> out) noexcept {
+    std::ranges::fill(out, 0.0F);
+    return {};
+  }
+};
+static_assert(layerwise_teacher<wide_engine>);
+
+/// One channel; a profile whose correction is of hidden states of `width` numbers.
+profile_data wide_profile(std::uint32_t width) {
+  const cache_shape shape = make_shape({{1, 1, 0}});
+  const codec_under_test& without = codec_for(number_format::bfloat16, codec_kind::cross_layer);
+  profile_data data = parse_profile(prepared(without, shape, {}, 60).profile)->data;
+  data.models[0].predictor = closed_loop::id;
+  layer_maps like;
+  like.layers_back = layer_maps::most_layers_back;
+  like.hidden_width = width;
+  data.models[0].maps = make_maps(shape, {}, like, [](std::size_t) { return std::int8_t{1}; });
+  return data;
+}
+
+/// A stream for the profile with the hash 1, of one chunk that lacks its content.
+std::vector<std::byte> hollow_stream(const cache_shape& shape, std::uint32_t tokens) {
+  using codec_type = codec_closed_loop<bf16>;
+  stream_header header;
+  header.predictor = closed_loop::id;
+  header.residual = codec_type::residual_model_type::id;
+  header.coder = codec_type::entropy_coder_type::id;
+  header.lanes = codec_type::entropy_coder_type::lanes;
+  header.precision = codec_type::entropy_coder_type::precision;
+  header.profile_hash = 1;
+  header.shape = shape;
+  const std::vector<chunk_record> chunks{
+      {.mode = closed_loop::id, .layer_count = shape.layers(), .token_count = tokens, .bytes = detail::chunk_header_bytes}};
+  std::vector<std::byte> stream;
+  vector_sink sink(stream);
+  container_writer writer(sink, container_kind::stream);
+  REQUIRE(writer.add_section(detail::head_section, detail::write_stream_header(header)));
+  REQUIRE(writer.open_section(detail::chunk_section));
+  REQUIRE(writer.append(std::vector<std::byte>(detail::chunk_header_bytes)));
+  REQUIRE(writer.add_section(detail::index_section, detail::write_index(tokens, chunks)));
+  REQUIRE(writer.finish());
+  return stream;
+}
+
+}  // namespace
+
+TEST_CASE("closed_loop: no workspace exceeds 256 MiB, and chunks that would ask for more are refused") {
+  constexpr std::size_t limit = std::size_t{256} << 20;
+  for (const std::uint32_t width : {0U, 1U, 8U, 9U, 576U, 65535U, 65536U}) {
+    CAPTURE(width);
+    const profile_data data = wide_profile(width);
+    const auto ready = codec_for(number_format::bfloat16, codec_kind::closed_loop).make(data, 1);
+    REQUIRE(ready);
+    CHECK((*ready)->encoder_workspace_bytes({0xffffffffU, 0xffffffffU}) <= limit);
+    const std::uint32_t most = std::min<std::uint32_t>(1U << 21, (1U << 24) / std::max(width, 1U) / 32 * 32);
+    const auto decoder = (*ready)->open(hollow_stream(data.shape, most));
+    REQUIRE(decoder);
+    CHECK((*decoder)->workspace_bytes() <= limit);
+    const error refused = error_of((*ready)->open(hollow_stream(data.shape, most + 1)));
+    CHECK(refused.code == error_code::corrupt);
+    CHECK(refused.token == 0);
+  }
+}
+
+TEST_CASE("closed_loop: chunks have no more tokens than the correction allows") {
+  using codec_type = codec_closed_loop<bf16>;
+  const auto parameters = profile<codec_type>::make(wide_profile(1U << 16), 1);
+  REQUIRE(parameters);
+  constexpr std::uint64_t tokens = 600;
+  std::vector<bf16> keys;
+  for (std::uint64_t t = 0; t < tokens; ++t) keys.push_back(bf16::from_float(static_cast<float>(t % 7) - 3));
+  std::vector<bf16> back(tokens);
+  const std::vector<layer_tensors<const bf16>> from{{strided_tensor<const bf16>::nhd(keys.data(), 1, 1), {}}};
+  const std::vector<layer_tensors<bf16>> to{{strided_tensor<bf16>::nhd(back.data(), 1, 1), {}}};
+  std::vector<std::byte> stream;
+  vector_sink sink(stream);
+  using encoder_type = stream_encoder<codec_type, vector_sink>;
+  const chunk_options options{.tokens_per_chunk = 4096};
+  std::vector<std::byte> memory(encoder_type::workspace_bytes(*parameters, options));
+  auto encoder = encoder_type::begin(*parameters, memory, sink, {}, {.chunks = options});
+  REQUIRE(encoder);
+  wide_engine writer{1U << 16};
+  REQUIRE(encoder->append(*kv_cache_view<const bf16>::make(parameters->shape(), from, {0, tokens}), writer));
+  REQUIRE(encoder->finish());
+  REQUIRE(encoder->chunks().size() == 3);
+  CHECK(encoder->chunks()[0].token_count == 256);
+  CHECK(writer.longest_correction == 256U << 16);
+  const auto decoder = stream_decoder<codec_type>::open(*parameters, stream);
+  REQUIRE(decoder);
+  wide_engine reader{1U << 16};
+  memory.resize(decoder->workspace_bytes());
+  REQUIRE(decoder->decode(*kv_cache_view<bf16>::make(parameters->shape(), to, {0, tokens}), memory, reader));
+  CHECK(std::ranges::equal(back, keys, {}, &bf16::bits, &bf16::bits));
+}
+
+TEST_CASE("closed_loop: hidden states that no profile can correct are refused before anything is fitted") {
+  const cache_shape shape = make_shape({{1, 1, 0}});
+  const std::vector<bf16> keys(10, bf16::from_float(1));
+  const std::vector<layer_tensors<const bf16>> layers{{strided_tensor<const bf16>::nhd(keys.data(), 1, 1), {}}};
+  const auto view = *kv_cache_view<const bf16>::make(shape, layers, {0, 10});
+  for (const std::size_t width : {std::size_t{65536}, std::size_t{65537}, std::size_t{1} << 32, ~std::size_t{0}}) {
+    wide_engine engine{width};
+    const std::vector<calibration_example<kv_cache_view<const bf16>, wide_engine*>> inputs{{view, &engine}};
+    const auto data = calibrate<codec_closed_loop<bf16>>(shape, {}, inputs);
+    REQUIRE(static_cast<bool>(data) == (width == 65536));
+    if (data) {
+      CHECK(parse_profile(*serialize_profile(*data)));
+      continue;
+    }
+    CHECK(data.error().code == error_code::out_of_range);
+    CHECK(engine.end == 0);
+  }
 }
 
 TEST_CASE("closed_loop: errors of the engine end calibration") {

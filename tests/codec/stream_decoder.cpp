@@ -101,6 +101,45 @@ TEST_CASE("stream_decoder: needs no more of the cache and the prediction than th
   }
 }
 
+TEST_CASE("stream_decoder: any token range of a stream of very many chunks") {
+  for (const codec_kind kind : {codec_kind::channel_mean, codec_kind::cross_layer}) {
+    constexpr std::uint64_t tokens = 240;
+    const codec_under_test& codec = codec_for(number_format::bfloat16, kind);
+    const prepared by(codec, tiny_shape());
+    const example from = make_example(tiny_shape(), tokens, codec.format(), 2);
+    byte_collector sink;
+    const auto encoder = by.ready->begin(sink, {.options = {.chunks = {.tokens_per_chunk = 256, .values_per_chunk = 1}}});
+    REQUIRE(encoder);
+    // Bands of one to three tokens, two chunks in each.
+    std::vector<index_range> band_of;
+    for (std::uint64_t end = 1; band_of.size() < tokens; end += 1 + end % 3) {
+      const index_range band{band_of.size(), std::min(end, tokens)};
+      REQUIRE((*encoder)->append(source(from.cache, band)));
+      for (std::uint64_t t = band.begin; t < band.end; ++t) band_of.push_back(band);
+    }
+    REQUIRE((*encoder)->finish());
+    const auto decoder = by.ready->open(sink.bytes);
+    REQUIRE(decoder);
+    CHECK((*decoder)->chunks().size() > 2 * tokens / 3);
+    for (std::uint64_t begin = 0; begin <= tokens; ++begin) {
+      for (std::uint64_t end = begin; end <= tokens; ++end) {
+        const index_range expected =
+            begin == end ? index_range{begin, end}
+                         : index_range{band_of[static_cast<std::size_t>(begin)].begin, band_of[static_cast<std::size_t>(end - 1)].end};
+        if ((*decoder)->covering_tokens({begin, end}) != expected) FAIL("tokens ", begin, "-", end);
+        if (end - begin > 4 && (begin % 40 != 7 || end % 40 != 9)) continue;
+        bits_cache decoded(tiny_shape(), tokens, untouched);
+        const index_range layers{begin % 2, 2};
+        REQUIRE((*decoder)->decode({layers, {begin, end}, {0, tokens}}, decoded));
+        if (!holds_just(decoded, from.cache, layers, {begin, end})) FAIL("tokens ", begin, "-", end);
+      }
+    }
+    // What lies outside the stream is covered by nothing.
+    CHECK((*decoder)->covering_tokens({tokens, tokens + 5}) == index_range{tokens, tokens + 5});
+    CHECK((*decoder)->covering_tokens({9, 5}) == index_range{9, 5});
+  }
+}
+
 TEST_CASE("stream_decoder: an empty range needs no chunk") {
   for (const codec_kind kind : all_kinds) {
     sample all(codec_for(number_format::bfloat16, kind));

@@ -4,9 +4,12 @@
 #include <cstdint>
 #include <limits>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include <doctest/doctest.h>
+
+#include <kvexact/codec/codec.hpp>
 
 #include "codec_under_test.hpp"
 #include "hand_made_maps.hpp"
@@ -53,6 +56,11 @@ profile_data stretched(profile_data data, const cache_shape& shape) {
   }
   return data;
 }
+
+// Two encoders of one stream would each write an index of their own.
+using any_encoder = stream_encoder<plain_codec_without_model<bf16>, byte_collector>;
+static_assert(!std::is_copy_constructible_v<any_encoder> && !std::is_copy_assignable_v<any_encoder>);
+static_assert(std::is_move_constructible_v<any_encoder> && std::is_move_assignable_v<any_encoder>);
 
 std::vector<const codec_under_test*> some_codecs() {
   return {&codec_for(number_format::bfloat16, codec_kind::channel_mean), &codec_for(number_format::float8_e4m3, codec_kind::external),

@@ -611,6 +611,16 @@ class Predictors(Case):
                        says=[f"{kind}.kvx: prediction_missing", "--prediction"])
             self.fails("decode", self.home / f"{kind}.kvx", "-o", "x", "--profile", self.home / f"{kind}.kvp",
                        *self.guess(kind, "a_pred.safetensors"), says=f"{kind}.kvx: prediction_mismatch")
+        for kind in ("none", "cross"):
+            for prediction in ("nowhere", self.home / "b_pred.safetensors"):
+                self.fails("decode", self.home / f"{kind}.kvx", "-o", "x", "--profile", self.home / f"{kind}.kvp", "--prediction", prediction,
+                           says=f"{kind}.kvx: was encoded without a prediction")
+
+    def test_unknown_predictors(self):
+        self.write("odd.kvx", with_word(self.home.joinpath("cross.kvx").read_bytes(), 1, 4, 77))
+        self.fails("decode", "odd.kvx", "-o", "x", "--profile", self.home / "cross.kvp", says="odd.kvx: unsupported: unknown predictor 77")
+        self.write("odd.kvp", with_word(self.home.joinpath("cross.kvp").read_bytes(), 16, 4 * (6 + 5 + 2 + 1), 77))
+        self.fails("encode", self.home / "b.safetensors", "-o", "x", "--profile", "odd.kvp", says="odd.kvp: unsupported: unknown predictor 77")
 
     def test_closed_loop_is_refused(self):
         closed_loop = 5
@@ -779,6 +789,9 @@ class CommandLine(Case):
             self.write("f.txt", content)
             self.fails("calibrate", "-o", "x", SHARED / "a.safetensors", "--rope-frequencies", "f.txt", says=says)
         self.fails("calibrate", "-o", "x", SHARED / "a.safetensors", "--rope-frequencies", "nowhere", says="nowhere: cannot open")
+        for path in (self.write("f.txt", b"1" * (1 << 20 | 1)), "/dev/zero"):
+            self.fails("calibrate", "-o", "x", SHARED / "a.safetensors", "--rope-frequencies", path,
+                       says=f"{path}: too large, more than 1 MiB of text")
         self.fails("calibrate", "-o", "x", SHARED / "a.safetensors", "--rope-frequencies", "folder", says="folder: ")
 
 
@@ -1065,24 +1078,26 @@ class Outputs(Case):
 
     def test_a_full_disk(self):
         def limit():
-            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            # Its signal would end the program, as a default for files that grow too large.
+            signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
             resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
 
         self.write("old", b"old")
         for command in self.commands():
             for out in ("new", "old"):
-                self.fails(*command, "-o", out, says=[f"{out}: cannot ", "File too large"], preexec_fn=limit, restore_signals=False)
+                self.fails(*command, "-o", out, says=[f"{out}: cannot ", "File too large"], preexec_fn=limit)
 
-    def test_a_program_that_ends_while_writing_keeps_the_old_output(self):
-        def limit():
-            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
-
-        self.write("old", b"old")
-        for command in self.commands():
-            ended = self.start(*command, "-o", "old", preexec_fn=limit)
-            self.assertEqual(ended.returncode, -signal.SIGXFSZ)
-            self.assertEqual(self.folder.joinpath("old").read_bytes(), b"old")
+    def test_an_impossible_output_is_noticed_before_the_work(self):
+        # The other error comes only when the cache or the stream is read.
+        stream = bytearray(SHARED.joinpath("plain.kvx").read_bytes())
+        stream[len(stream) // 2] ^= 1
+        self.write("damaged.kvx", bytes(stream))
+        self.write("nan.safetensors", {"layers.0.k": ("BF16", [8, 1, 1], b"\xc0\x7f" * 8)})
+        for command, late in ((["calibrate", "nan.safetensors"], "not_calibrated"),
+                              (["encode", "nan.safetensors", "--profile", SHARED / "plain.kvp"], "shape_mismatch"),
+                              (["decode", "damaged.kvx", "--profile", SHARED / "plain.kvp"], "checksum_mismatch")):
+            self.fails(*command, "-o", "nowhere/x", says="nowhere/x: cannot create")
+            self.fails(*command, "-o", "x", says=late)
 
     def test_outputs_follow_the_umask_and_close(self):
         for command in self.commands():

@@ -5,6 +5,7 @@ Runs the command line `smollm2_codec` of a folder, which has the other tools as 
 examples/smollm2/fetch.sh gets, and are skipped without it; they take 64 tokens.
 """
 
+import importlib.util
 import json
 import os
 import pathlib
@@ -14,7 +15,10 @@ import struct
 import subprocess
 import sys
 import tempfile
+import time
 import unittest
+
+from kvexact import safetensors, xxh64
 
 CODEC = TOOL = CACHE = ""
 TIMEOUT = 120  # seconds; reached only where the tool hangs
@@ -33,6 +37,13 @@ def contents(folder):
 def ids(seed, tokens=TOKENS):
     generator = random.Random(seed)
     return "".join(f"{generator.randrange(49152)}\n" for _ in range(tokens)).encode()
+
+
+def with_note(profile, note):
+    """A profile file without a note with this one, and checksums that fit."""
+    body = profile[16:-64 - 4] + struct.pack("<I", len(note)) + note
+    table = struct.pack("<IIQQQ", 16, 0, 16, len(body), xxh64(body)) + struct.pack("<QQ", 16 + len(body), 1)
+    return profile[:16] + body + table + struct.pack("<Q", xxh64(table, xxh64(profile[:16]))) + profile[-8:]
 
 
 class Case(unittest.TestCase):
@@ -112,6 +123,40 @@ class CommandLine(Case):
         self.fails("decode", "nowhere", "--profile", "p", "-o", "x", says="nowhere: cannot open")
         self.fails("decode", "garbage", "--profile", "p", "-o", "x", says="garbage: ")
 
+    def test_endless_token_files(self):
+        self.write("cache", safetensors({"layers.0.k": ("BF16", [1, 1, 1], bytes(2))}))
+        for path in (self.write("t.txt", b"1 " * (1 << 25 | 1)), "/dev/zero"):
+            self.fails("encode", "--tokens", path, "--cache", "cache", "--profile", "p", "-o", "x",
+                       says=f"{path}: too large, more than 64 MiB of text")
+
+    def test_notes_that_cannot_be(self):
+        numbers = random.Random(5)
+        values = [numbers.gauss(0, 1) for _ in range(320)]
+        self.write("c", safetensors({"layers.0.k": ("BF16", [40, 1, 8], b"".join(struct.pack("<f", value)[2:] for value in values))}))
+        self.write("t.txt", ids(0, 40))
+        self.succeeds("calibrate", "c", "-o", "p", "--plain", tool=TOOL)
+        profile = self.folder.joinpath("p").read_bytes()
+        good = {"engine": "int8", "rotated": True, "group": 64, "exact_kv": True, "exact_layers": 0, "depth": 3, "window": [4, 32]}
+
+        def refused(note, *says):
+            self.write("p", with_note(profile, note))
+            self.fails("encode", "--tokens", "t.txt", "--cache", "c", "--profile", "p", "-o", "x", "--model", "nowhere", says=says)
+
+        refused(json.dumps(good).encode(), "nowhere/model.safetensors")  # past the note
+        for number in ("-1", "1.5", "1e300", '"3"', "null", "true", "18446744073709551616"):
+            for key in ("depth", "exact_layers", "group"):
+                refused(json.dumps({**good, key: "HERE"}).replace('"HERE"', number).encode(), "p: the profile's note has", "where a count should stand")
+            for window in (f"[{number}, 32]", f"[4, {number}]"):
+                refused(json.dumps({**good, "window": "HERE"}).replace('"HERE"', window).encode(), "p: the profile's note has")
+        for note in (b"{", b"[]", b"3", b"\xff", json.dumps({**good, "window": [4]}).encode(), json.dumps({**good, "group": 48}).encode(),
+                     json.dumps({**good, "engine": "int4"}).encode(), json.dumps({"engine": "int8"}).encode()):
+            refused(note, "p: was not made by smollm2_codec calibrate")
+
+    def test_an_impossible_output_is_noticed_before_the_work(self):
+        for command in (["calibrate", "nowhere.txt"], ["encode", "--tokens", "nowhere", "--cache", "nowhere", "--profile", "p"],
+                        ["decode", "nowhere", "--profile", "p"]):
+            self.fails(*command, "-o", "no/x", says="no/x: cannot create")
+
     def test_an_output_that_is_an_input(self):
         for name in ("t.txt", "c", "p", "s"):
             self.write(name, b"kept")
@@ -120,6 +165,24 @@ class CommandLine(Case):
         for name in ("s", "p"):
             self.fails("decode", "s", "--profile", "p", "-o", name, says=f"{name}: would replace an input")
         self.fails("calibrate", "t.txt", "-o", "t.txt", says="t.txt: would replace an input")
+
+
+class Demo(Case):
+    def test_caches_of_others_are_kept_while_in_use(self):
+        place = pathlib.Path(__file__).resolve().parents[2] / "examples/demo.py"
+        os.environ.setdefault("KVEXACT_CACHE", str(self.folder))
+        spec = importlib.util.spec_from_file_location("demo", place)
+        demo = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(demo)
+        day = 86400
+        for name, age in (("own", 30 * day), ("other", 6 * day), ("old", 8 * day)):
+            self.folder.joinpath(name).mkdir()
+            self.folder.joinpath(name, "file").write_bytes(b"cache")
+            os.utime(self.folder / name, (time.time() - age,) * 2)
+        demo.claim(self.folder / "own")
+        demo.claim(self.folder / "new")
+        self.assertEqual(sorted(path.name for path in self.folder.iterdir()), ["new", "other", "own"])
+        self.assertTrue(self.folder.joinpath("own/file").exists())
 
 
 @unittest.skipUnless(MODEL.exists(), "without the model")
@@ -192,13 +255,22 @@ class ClosedLoop(Case):
         self.succeeds("decode", "x.kvx", "--profile", self.loop_kvp, "-o", "back")
         self.succeeds("verify", "noise", "back", tool=TOOL)
 
+    def test_token_ids_of_another_cache(self):
+        ended = run(CODEC, "encode", "--tokens", self.b_txt, "--cache", self.c_safetensors, "--profile", self.loop_kvp, "-o", "x.kvx",
+                    folder=self.folder)
+        self.assertEqual(ended.returncode, 0)
+        self.assertIn(f"or {self.b_txt} has the token ids of another cache", ended.stderr.decode())
+
     def test_wrong_tokens(self):
         self.write("short.txt", ids(1, TOKENS - 1))
         self.write("words.txt", b"1 2 many\n")
         self.write("large.txt", b"49152 " * TOKENS)
         common = ["--profile", self.loop_kvp, "-o", "x"]
-        for file, says in (("short.txt", ["63", "64"]), ("words.txt", "'many'"), ("large.txt", "cannot embed the tokens"),
+        for file, says in (("short.txt", ["63", "64"]), ("words.txt", "words.txt: word 3, 'many'"),
+                           ("large.txt", "large.txt: token 0, the id 49152: the model's vocabulary has 49152 ids"),
                            ("nowhere", "nowhere: cannot open")):
+            if file in ("words.txt", "large.txt"):
+                self.fails("calibrate", self.b_txt, file, "-o", "x", says=says)
             self.fails("encode", "--tokens", file, "--cache", self.c_safetensors, *common, says=says)
             self.fails("decode", self.bare_kvx, "--tokens", file, *common, says=says)
         for stream in (self.bare_kvx, self.c_kvx):

@@ -16,9 +16,12 @@
 #include <kvexact/codec/map_calibration.hpp>
 #include <kvexact/codec/profile_data.hpp>
 #include <kvexact/core/result.hpp>
+#include <kvexact/engine/layerwise_predictor.hpp>
 #include <kvexact/numeric/integer_rotation.hpp>
 #include <kvexact/numeric/number_format.hpp>
 #include <kvexact/prediction/channel_mean.hpp>
+#include <kvexact/prediction/closed_loop.hpp>
+#include <kvexact/prediction/layer_maps.hpp>
 #include <kvexact/prediction/predictor.hpp>
 #include <kvexact/tensor/cache_shape.hpp>
 #include <kvexact/tensor/kv_cache_view.hpp>
@@ -197,8 +200,9 @@ class calibration {
 /// Memory: for predictors of single tiles a few megabytes. With maps about (16 + 2 (layers_back + 1)) * channels of a layer bytes a token of
 /// all examples together, closed loop 8 * hidden width more, and 8 f^2 bytes for f features of a map.
 ///
-/// Errors: shape_mismatch, out_of_range (a prediction does not cover its cache), not_calibrated (no finite value was seen), invalid_argument
-/// (no examples, or options that do not go together), out_of_memory, those of an engine.
+/// Errors: shape_mismatch, out_of_range (a prediction does not cover its cache, or an engine's hidden states are longer than 65536),
+/// not_calibrated (no finite value was seen), invalid_argument (no examples, or options that are out of range or do not go together),
+/// out_of_memory, those of an engine.
 template <class Codec, class Cache, class Prediction>
 [[nodiscard]] result<profile_data> calibrate(const cache_shape& shape, const rotary& rotation,
                                              std::span<const calibration_example<Cache, Prediction>> examples,
@@ -210,6 +214,7 @@ template <class Codec, class Cache, class Prediction>
   if (examples.empty()) return error{error_code::invalid_argument, "calibration needs examples"};
   if (const auto fits = expect_rotary_fits(rotation, shape); !fits) return fits.error();
   if (options.layers_back > layer_maps::most_layers_back) return error{error_code::invalid_argument, "maps reach back over at most 8 layers"};
+  if (options.rank > cache_shape::max_channels) return error{error_code::invalid_argument, "the rank of maps is at most 65536"};
   if (options.rank > 0 && options.per_head) return error{error_code::invalid_argument, "maps by head have no rank"};
   for (std::uint32_t l = 0; options.per_head && l < shape.layers(); ++l) {
     if (shape.layer(l).kv_heads != shape.layer(0).kv_heads)
@@ -219,6 +224,12 @@ template <class Codec, class Cache, class Prediction>
     if (const auto fits = expect_shape(example.cache.shape(), shape); !fits) return fits.error();
     if (!example.storage_scales.empty() && example.storage_scales.size() != count_tiles(shape))
       return error{error_code::shape_mismatch, "one storage scale per layer and part is needed"};
+    if constexpr (std::same_as<typename Codec::predictor_type, closed_loop>) {
+      if constexpr (layerwise_teacher<std::remove_reference_t<decltype(*example.prediction)>>) {
+        if (example.prediction->hidden_width() > layer_maps::most_hidden_width)
+          return error{error_code::out_of_range, "hidden states to be corrected have at most 65536 numbers"};
+      }
+    }
     if constexpr (kv_cache<Prediction>) {
       if (const auto fits = expect_shape(example.prediction.shape(), shape); !fits) return fits.error();
       if (example.prediction.tokens().begin > example.cache.tokens().begin || example.prediction.tokens().end < example.cache.tokens().end)

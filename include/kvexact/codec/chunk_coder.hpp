@@ -55,6 +55,15 @@ struct session_of<Codec> {
 template <class Codec>
 using session_type = typename session_of<Codec>::type;
 
+/// Most tokens of a chunk, whatever the number of its values: a multiple of `row_lanes`, at least 256.
+template <class Codec>
+[[nodiscard]] std::uint64_t most_chunk_tokens(const profile<Codec>& parameters) noexcept {
+  std::uint64_t width = 1;
+  if constexpr (mapped_predictor<typename Codec::predictor_type>)
+    width = std::max<std::uint64_t>(parameters.template model<typename Codec::predictor_type>().maps().hidden_width(), 1);
+  return max_chunk_correction / width / row_lanes * row_lanes;
+}
+
 /// Memory that coding one chunk needs, carved from the caller's workspace.
 template <class Codec>
 struct chunk_buffers {

@@ -43,8 +43,8 @@ struct calibration_options {
   instruction_set set = best_instruction_set();
 };
 
-/// A cache to learn from. `prediction`: what the codec's predictor wants of the caller; for `closed_loop` a pointer to an engine that stands
-/// at the cache's first token, and if it is a `layerwise_teacher` the correction is fitted as well. `storage_scales` as for the encoder.
+/// A cache to learn from. `prediction`: what the codec's predictor wants of the caller; for `closed_loop` a pointer to an engine of
+/// its own at the cache's first token; if that is a `layerwise_teacher` the correction is fitted as well. `storage_scales` as for the encoder.
 template <kv_cache Cache, class Prediction = no_prediction>
 struct calibration_example {
   Cache cache;

@@ -13,7 +13,8 @@ namespace kvexact {
 
 /// How a stream is cut into chunks. A chunk is what is checked, lost or fetched as a whole.
 struct chunk_options {
-  /// Chunks end at multiples of this many tokens; rounded up to a multiple of `row_lanes`, at least one row.
+  /// Chunks end at multiples of this many tokens; rounded up to a multiple of `row_lanes`, at least one row. No more than keep a layer
+  /// within 2^21 values and a closed loop's correction within 2^24 numbers.
   std::uint32_t tokens_per_chunk = 256;
   /// Layers go into one chunk up to this many values, so that its fixed cost (some 200 bytes) stays small. At most 2^21.
   std::uint32_t values_per_chunk = 1U << 19;

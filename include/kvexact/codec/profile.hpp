@@ -76,7 +76,7 @@ class profile {
   }
 
   /// Errors: dtype_mismatch (number format), profile_mismatch (residual model, table precision, or no model for the codec's predictor),
-  /// out_of_memory.
+  /// corrupt (means or maps that the predictor needs are missing or do not fit), those of building the tables, out_of_memory.
   [[nodiscard]] static result<profile> make(const profile_data& data, std::uint64_t hash, build_for use = build_for::both) noexcept {
     if (data.format != Codec::format) return error{error_code::dtype_mismatch, "the profile is for another number format"};
     if (data.residual != residual_model::id || data.shared_contexts != residual_model::shared_contexts ||

@@ -96,6 +96,12 @@ inline void put_shape(byte_writer& out, const cache_shape& shape) {
   }
 }
 
+/// What a type refuses to be made of is damage where it was read from a file.
+[[nodiscard]] constexpr error as_damage(error why) noexcept {
+  if (why.code != error_code::out_of_memory) why.code = error_code::corrupt;
+  return why;
+}
+
 [[nodiscard]] inline result<cache_shape> get_shape(byte_reader& in) {
   const auto runs = in.get<std::uint32_t>();
   std::vector<layer_shape> layers;
@@ -107,7 +113,9 @@ inline void put_shape(byte_writer& out, const cache_shape& shape) {
     layers.insert(layers.end(), count, layer);
   }
   if (!in.ok()) return error{error_code::truncated, "cache shape"};
-  return cache_shape::make(layers);
+  auto shape = cache_shape::make(layers);
+  if (!shape) return as_damage(shape.error());
+  return shape;
 }
 
 /// u32 pairing, u32 pairs, u64 frequency each.
@@ -125,8 +133,8 @@ inline void put_rotary(byte_writer& out, const rotary& rotation) {
   for (std::uint64_t& each : turns) each = in.get<std::uint64_t>();
   if (!in.ok()) return error{error_code::truncated, "rotary frequencies"};
   auto rotation = rotary::make(static_cast<rotary_pairing>(pairing), turns);
-  if (!rotation) return rotation;
-  if (const auto fits = expect_rotary_fits(*rotation, shape); !fits) return fits.error();
+  if (!rotation) return as_damage(rotation.error());
+  if (const auto fits = expect_rotary_fits(*rotation, shape); !fits) return as_damage(fits.error());
   return rotation;
 }
 
@@ -300,8 +308,9 @@ inline void put_model(byte_writer& out, const model_parameters& model) {
 
 }  // namespace detail
 
-/// Writes a profile file. Errors: out_of_memory.
+/// Writes a profile file. Errors: invalid_argument (a note longer than `profile_data::most_note`), out_of_memory.
 [[nodiscard]] inline result<std::vector<std::byte>> serialize_profile(const profile_data& data) noexcept {
+  if (data.note.size() > profile_data::most_note) return error{error_code::invalid_argument, "a profile's note has at most 65536 bytes"};
   try {
     std::vector<std::byte> body;
     byte_writer out(body);
@@ -315,9 +324,8 @@ inline void put_model(byte_writer& out, const model_parameters& model) {
     detail::put_rotary(out, data.rotation);
     out.put(static_cast<std::uint32_t>(data.models.size()));
     for (const model_parameters& model : data.models) detail::put_model(out, model);
-    const std::size_t note = std::min(data.note.size(), profile_data::most_note);
-    out.put(static_cast<std::uint32_t>(note));
-    for (const char each : data.note.substr(0, note)) out.put(static_cast<std::uint8_t>(each));
+    out.put(static_cast<std::uint32_t>(data.note.size()));
+    for (const char each : data.note) out.put(static_cast<std::uint8_t>(each));
 
     std::vector<std::byte> file;
     vector_sink sink(file);
@@ -337,7 +345,7 @@ struct parsed_profile {
 };
 
 /// Reads a profile file; everything is validated, and memory is bounded by the size of `file`.
-/// Errors: truncated, corrupt, checksum_mismatch, unsupported, out_of_memory.
+/// Errors: truncated, corrupt, checksum_mismatch, unsupported, out_of_memory. Whatever a file says that cannot be is `corrupt`.
 [[nodiscard]] inline result<parsed_profile> parse_profile(std::span<const std::byte> file) noexcept {
   try {
     const auto container = container_reader::open(file, container_kind::profile);

@@ -31,7 +31,8 @@ struct opened_stream {
   std::vector<section_entry> sections;   ///< header, chunks, index, and perhaps token ids
 };
 
-/// Opens a stream without a profile, to look at it. Errors: truncated, corrupt, checksum_mismatch, unsupported, out_of_memory.
+/// Opens a stream without a profile, to look at it. Errors: truncated, corrupt, checksum_mismatch, unsupported, out_of_memory. Whatever a
+/// file says that cannot be is `corrupt`.
 [[nodiscard]] inline result<opened_stream> inspect_stream(std::span<const std::byte> stream) noexcept {
   try {
     const auto container = container_reader::open(stream, container_kind::stream);
@@ -66,7 +67,7 @@ struct opened_stream {
 }
 
 /// Opens a stream and compares it with a profile. Errors: those of `inspect_stream`, dtype_mismatch, shape_mismatch, profile_mismatch,
-/// unsupported (other policies than those of `Codec`).
+/// unsupported (other policies than those of `Codec`), corrupt (a chunk of more tokens than the profile's correction allows).
 template <class Codec>
 [[nodiscard]] result<opened_stream> open_stream(const profile<Codec>& parameters, std::span<const std::byte> stream) noexcept {
   auto opened = inspect_stream(stream);
@@ -80,6 +81,11 @@ template <class Codec>
     return error{error_code::unsupported, "the stream was written with another entropy coder"};
   if (const auto fits = expect_shape(header.shape, parameters.shape()); !fits) return fits.error();
   if (header.profile_hash != parameters.hash()) return error{error_code::profile_mismatch, "the stream was written with another profile"};
+  const std::uint64_t most = detail::most_chunk_tokens(parameters);
+  for (const chunk_record& record : opened->index.chunks) {
+    if (detail::pad_to_rows(record.token_count) > most)
+      return error{error_code::corrupt, "too many tokens in a chunk for the correction"}.at_token(static_cast<std::int64_t>(record.token_begin));
+  }
   return opened;
 }
 
@@ -99,6 +105,9 @@ class stream_decoder {
     if (!opened) return opened.error();
     return stream_decoder(parameters, *std::move(opened), set);
   }
+  /// A profile that would not live on.
+  static result<stream_decoder> open(const profile<Codec>&& parameters, std::span<const std::byte> stream,
+                                     instruction_set set = best_instruction_set()) = delete;
 
   [[nodiscard]] const cache_shape& shape() const noexcept { return stream_.header.shape; }
   [[nodiscard]] std::uint64_t tokens() const noexcept { return stream_.index.tokens; }
@@ -107,7 +116,8 @@ class stream_decoder {
   /// One a token if the stream carries them, else none.
   [[nodiscard]] std::span<const std::uint32_t> token_ids() const noexcept { return stream_.token_ids; }
 
-  /// Bytes of workspace that `decode` needs for this stream; at most 64 MiB.
+  /// Bytes of workspace that `decode` needs for this stream, whatever it says: at most 16 MiB, with maps 256 MiB. Streams of chunks of the
+  /// usual size need far less.
   [[nodiscard]] std::size_t workspace_bytes() const noexcept {
     workspace counter;
     (void)take_buffers(counter);
@@ -120,6 +130,9 @@ class stream_decoder {
   /// Each chunk is checked before any of its values is written; on an error the chunks before the named one are in place and the rest is
   /// untouched. With a predictor that needs lower layers or earlier tokens, chunks that hold them are decoded first, and the error may name
   /// one of those.
+  /// After an error in the closed loop the engine has seen values that were not checked: begin anew with a fresh one, or take it back to
+  /// `tokens()` as before the call or earlier. One that still stands at the token named and forgets a range that is begun again
+  /// (`layerwise_predictor`) may go on from there; behind a band whose last chunk is bad it does not.
   /// Errors: out_of_range, shape_mismatch, workspace_too_small, prediction_missing, prediction_mismatch, truncated, corrupt,
   /// checksum_mismatch, with the first layer and token of the chunk; those of the engine.
   template <kv_cache Cache, class Prediction = const no_prediction>
@@ -152,8 +165,7 @@ class stream_decoder {
     workspace space(memory);
     auto buffers = take_buffers(space);
     detail::chunk_coder<Codec> coder(*profile_, stream_.header.storage_scales, set_, buffers);
-    for (const chunk_record& record : chunks()) {
-      if (!touches(record.tokens(), walked)) continue;
+    for (const chunk_record& record : touched(walked)) {
       const bool wanted = touches(record.layers(), layers) && touches(record.tokens(), tokens);
       if (!wanted && (Codec::predictor_type::needs == dependency::none || record.layer_begin >= walked_layers)) continue;
       const auto bytes = stream_.chunks.subspan(static_cast<std::size_t>(record.offset), static_cast<std::size_t>(record.bytes));
@@ -172,18 +184,24 @@ class stream_decoder {
 
   /// Tokens of all chunks that hold some of `tokens`.
   [[nodiscard]] index_range covering_tokens(index_range tokens) const noexcept {
-    index_range covered = tokens;
-    for (const chunk_record& record : chunks()) {
-      if (!touches(record.tokens(), tokens)) continue;
-      covered = {std::min(covered.begin, record.token_begin), std::max(covered.end, record.tokens().end)};
-    }
-    return covered;
+    const std::span<const chunk_record> records = touched(tokens);
+    if (records.empty()) return tokens;
+    return {std::min(tokens.begin, records.front().token_begin), std::max(tokens.end, records.back().tokens().end)};
   }
 
  private:
   stream_decoder(const profile<Codec>& parameters, opened_stream stream, instruction_set set) noexcept
       : profile_(&parameters), stream_(std::move(stream)), set_(set) {
     for (const chunk_record& record : chunks()) most_.include(shape(), record);
+  }
+
+  /// The chunks that hold some of `tokens`: neighbours, as chunks are in order of their tokens.
+  [[nodiscard]] std::span<const chunk_record> touched(index_range tokens) const noexcept {
+    if (tokens.begin >= tokens.end) return {};
+    const auto all = chunks();
+    const auto first = std::partition_point(all.begin(), all.end(), [&](const chunk_record& record) { return record.tokens().end <= tokens.begin; });
+    const auto last = std::partition_point(first, all.end(), [&](const chunk_record& record) { return record.token_begin < tokens.end; });
+    return {first, last};
   }
 
   [[nodiscard]] static constexpr bool touches(index_range a, index_range b) noexcept {

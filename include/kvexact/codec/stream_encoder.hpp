@@ -39,15 +39,23 @@ struct encoder_options {
 ///
 /// The bytes depend on the cache, the profile, the chunk options and where `append` was called, never on the machine.
 /// The profile, the workspace and the sink must outlive the encoder.
+///
+/// A call of `append` that fails when some of its chunks are written leaves part of a band behind: from then on every call gives the same
+/// error, and what the sink got is no stream. Who continues a finished one should keep what `resume_offset()` cuts off until `finish` has
+/// succeeded.
 template <class Codec, byte_sink Sink>
 class stream_encoder {
  public:
   using scalar = typename Codec::scalar;
 
-  /// Bytes of workspace for any cache of the profile's shape: at most 30 MiB, with maps some more (see docs/results.md).
+  stream_encoder(stream_encoder&&) noexcept = default;
+  stream_encoder& operator=(stream_encoder&&) noexcept = default;
+
+  /// Bytes of workspace for any cache of the profile's shape: at most 30 MiB, with maps 256 MiB; for chunks of the usual size far less
+  /// (see docs/results.md).
   [[nodiscard]] static std::size_t workspace_bytes(const profile<Codec>& parameters, chunk_options options = {}) noexcept {
     workspace counter;
-    (void)take_buffers(parameters, options, counter);
+    (void)take_buffers(parameters, fitting(parameters, options), counter);
     return counter.needed();
   }
 
@@ -76,8 +84,12 @@ class stream_encoder {
       return error{error_code::out_of_memory, "stream encoder"};
     }
   }
+  /// A profile that would not live on.
+  static result<stream_encoder> begin(const profile<Codec>&& parameters, std::span<std::byte> memory, Sink& sink,
+                                      std::span<const std::uint32_t> storage_scales = {}, encoder_options options = {}) = delete;
 
-  /// Continues a finished stream: `stream` is all of it, and what the sink receives replaces everything from `resume_offset()` on.
+  /// Continues a finished stream: `stream` is all of it, and what the sink receives replaces everything from `resume_offset()` on. Token ids
+  /// that the stream carries are cut off as well: hand them over again, with the new ones, to `finish`.
   /// Errors: those of opening a stream, workspace_too_small, invalid_argument (a profile built for decoding only).
   [[nodiscard]] static result<stream_encoder> resume(const profile<Codec>& parameters, std::span<std::byte> memory, Sink& sink,
                                                      std::span<const std::byte> stream, encoder_options options = {}) noexcept {
@@ -97,6 +109,9 @@ class stream_encoder {
       return error{error_code::out_of_memory, "stream encoder"};
     }
   }
+  /// A profile that would not live on.
+  static result<stream_encoder> resume(const profile<Codec>&& parameters, std::span<std::byte> memory, Sink& sink,
+                                       std::span<const std::byte> stream, encoder_options options = {}) = delete;
 
   /// Offset in the stream of the next byte that the sink gets.
   [[nodiscard]] std::uint64_t resume_offset() const noexcept { return writer_.offset(); }
@@ -107,7 +122,8 @@ class stream_encoder {
   /// Appends all tokens of `cache` from position `tokens()` on. `prediction`: a cache that covers the same positions (bf16, same shape), or
   /// for `closed_loop` an engine that stands at `tokens()`.
   /// Errors: shape_mismatch, out_of_range (the cache or the prediction does not start or end where needed), invalid_argument (the stream
-  /// is finished), output_failed, out_of_memory, those of the engine. After the last three the encoder is of no more use.
+  /// is finished), output_failed, out_of_memory, those of the engine. If one of the last three comes after chunks of this call were written,
+  /// the encoder is of no more use; see `closed_loop` for the engine.
   template <kv_cache Cache, class Prediction = const no_prediction>
   [[nodiscard]] result<void> append(const Cache& cache, Prediction&& prediction = no_prediction{}) noexcept {
     static_assert(std::same_as<std::remove_const_t<typename Cache::value_type>, scalar>, "kvexact: the cache must hold the codec's number format");
@@ -115,6 +131,7 @@ class stream_encoder {
                   "kvexact: this codec's predictor needs a predicted cache or an engine as second argument of append");
     static_assert(detail::takes_prediction<Codec, Prediction> || std::same_as<std::remove_cvref_t<Prediction>, no_prediction>,
                   "kvexact: the prediction must be a kv_cache of bf16, for closed_loop a layerwise_predictor (engine/layerwise_predictor.hpp)");
+    if (!state_) return state_;
     if (finished_) return error{error_code::invalid_argument, "the stream is finished"};
     if (const auto fits = expect_shape(cache.shape(), profile_->shape()); !fits) return fits.error();
     const index_range tokens{tokens_, cache.tokens().end};
@@ -126,6 +143,7 @@ class stream_encoder {
         return error{error_code::out_of_range, "the prediction does not cover the tokens"}.at_token(static_cast<std::int64_t>(tokens_));
     }
     detail::chunk_coder<Codec> coder(*profile_, header_.storage_scales, options_.set, buffers_);
+    const std::size_t chunks_before = chunks_.size();
     result<void> status;
     detail::for_each_chunk(profile_->shape(), options_.chunks, tokens, [&](const chunk_record& where) {
       auto coded = coder.encode(cache, prediction, where, buffers_);
@@ -137,14 +155,20 @@ class stream_encoder {
       }
       return static_cast<bool>(status);
     });
-    if (status) tokens_ = tokens.end;
+    if (status) {
+      tokens_ = tokens.end;
+    } else if (chunks_.size() > chunks_before) {
+      state_ = status;
+    }
     return status;
   }
 
   /// Writes the chunk index and the footer; the stream is complete. `token_ids`: none, or one for each token of the whole stream, to be
   /// carried along for whoever decodes with an engine.
-  /// Errors: output_failed, out_of_memory, shape_mismatch (number of ids), invalid_argument (the stream was finished already).
+  /// Errors: output_failed, out_of_memory, shape_mismatch (number of ids), invalid_argument (the stream was finished already), that of an
+  /// `append` that left part of a band behind.
   [[nodiscard]] result<void> finish(std::span<const std::uint32_t> token_ids = {}) noexcept {
+    if (!state_) return state_;
     if (finished_) return error{error_code::invalid_argument, "the stream is finished"};
     if (!token_ids.empty() && token_ids.size() != tokens_) return error{error_code::shape_mismatch, "one id per token is needed"};
     finished_ = true;
@@ -161,9 +185,15 @@ class stream_encoder {
 
  private:
   stream_encoder(const profile<Codec>& parameters, stream_header header, container_writer<Sink> writer, encoder_options options) noexcept
-      : profile_(&parameters), header_(std::move(header)), writer_(std::move(writer)), options_(options) {}
+      : profile_(&parameters), header_(std::move(header)), writer_(std::move(writer)), options_{fitting(parameters, options.chunks), options.set} {}
 
   using buffers_type = detail::chunk_buffers<Codec>;
+
+  /// The options with no more tokens than a chunk may have.
+  [[nodiscard]] static chunk_options fitting(const profile<Codec>& parameters, chunk_options options) noexcept {
+    options.tokens_per_chunk = static_cast<std::uint32_t>(std::min<std::uint64_t>(options.tokens_per_chunk, detail::most_chunk_tokens(parameters)));
+    return options;
+  }
 
   [[nodiscard]] static buffers_type take_buffers(const profile<Codec>& parameters, chunk_options options, workspace& memory) noexcept {
     const cache_shape& shape = parameters.shape();
@@ -217,6 +247,7 @@ class stream_encoder {
   std::uint64_t tokens_ = 0;
   std::uint64_t chunk_bytes_ = 0;
   bool finished_ = false;
+  result<void> state_;  // why nothing can be added any more
 };
 
 }  // namespace kvexact

@@ -26,6 +26,8 @@ inline constexpr std::uint32_t stored_mode = 0;
 
 /// Most padded values of a chunk (tokens rounded up to full rows); bounds the memory of encoders and decoders.
 inline constexpr std::uint64_t max_chunk_values = std::uint64_t{1} << 21;
+/// Most numbers of the correction that a closed loop's engine gets for a chunk: hidden width * tokens rounded up to full rows.
+inline constexpr std::uint64_t max_chunk_correction = std::uint64_t{1} << 24;
 
 /// What a stream says of itself. See docs/format.md.
 struct stream_header {
