@@ -97,16 +97,29 @@ void kv_cache::write(std::size_t layer, std::size_t first, std::span<const bf16>
   }
 }
 
-void kv_cache::write(std::size_t layer, std::size_t first, const key_value_sums& sums) noexcept {
-  std::vector<bf16> keys(sums.keys.size()), values(sums.values.size());
-  std::vector<float> turned(kv_width_);
-  for (std::size_t i = 0; i < keys.size(); i += kv_width_) {
-    for (std::size_t d = 0; d < kv_width_; ++d) turned[d] = bf16::from_float(sums.keys[i + d]).to_float();
-    rotary_.rotate(turned, first + i / kv_width_);
-    for (std::size_t d = 0; d < kv_width_; ++d) keys[i + d] = bf16::from_float(turned[d]);
+namespace {
+
+/// As the model stores them: rounded, keys rotated, rounded again.
+struct stored_rows {
+  std::vector<bf16> keys, values;
+
+  stored_rows(const key_value_sums& sums, const rotary_table& rotary, std::size_t first, std::size_t kv_width)
+      : keys(sums.keys.size()), values(sums.values.size()) {
+    std::vector<float> turned(kv_width);
+    for (std::size_t i = 0; i < keys.size(); i += kv_width) {
+      for (std::size_t d = 0; d < kv_width; ++d) turned[d] = bf16::from_float(sums.keys[i + d]).to_float();
+      rotary.rotate(turned, first + i / kv_width);
+      for (std::size_t d = 0; d < kv_width; ++d) keys[i + d] = bf16::from_float(turned[d]);
+    }
+    std::transform(sums.values.begin(), sums.values.end(), values.begin(), bf16::from_float);
   }
-  std::transform(sums.values.begin(), sums.values.end(), values.begin(), bf16::from_float);
-  write(layer, first, keys, values);
+};
+
+}  // namespace
+
+void kv_cache::write(std::size_t layer, std::size_t first, const key_value_sums& sums) noexcept {
+  const stored_rows rows(sums, rotary_, first, kv_width_);
+  write(layer, first, rows.keys, rows.values);
 }
 
 engine::engine(const model_shape& shape, const engine_options& options)
@@ -370,6 +383,26 @@ void engine::attend(scratch& s, std::size_t layer, std::size_t first, std::size_
   }
 }
 
+/// From attention in s.b to the layer's output.
+void engine::after_attention(scratch& s, std::size_t layer, bf16* hidden, std::size_t rows) const noexcept {
+  const layer_weights& w = layers_[layer];
+  run(isa_, kernels::round_all{s.b.data(), rows * shape_.width});
+  load_rows(s, s.b.data(), rows, shape_.width);
+  quantise(s, w.output, rows);
+  multiply(s, w.output, rows, s.a.data());
+  run(isa_, kernels::add_residual{bits_of(hidden), s.a.data(), rows * shape_.width});
+
+  load_hidden(s, hidden, rows, w.feed_forward_norm);
+  quantise(s, w.gate, rows);
+  multiply(s, w.gate, rows, s.a.data());
+  multiply(s, w.up, rows, s.b.data());
+  run(isa_, kernels::gated_silu{s.a.data(), s.b.data(), rows * shape_.hidden});
+  load_rows(s, s.a.data(), rows, shape_.hidden);
+  quantise(s, w.down, rows);
+  multiply(s, w.down, rows, s.b.data());
+  run(isa_, kernels::add_residual{bits_of(hidden), s.b.data(), rows * shape_.width});
+}
+
 void engine::rest(std::size_t layer, std::span<bf16> hidden, std::size_t first, kv_cache& cache) noexcept {
   const layer_weights& w = layers_[layer];
   const std::size_t rows = hidden.size() / shape_.width;
@@ -382,21 +415,7 @@ void engine::rest(std::size_t layer, std::span<bf16> hidden, std::size_t first, 
     quantise(s, w.query, count);
     multiply(s, w.query, count, s.a.data());
     attend(s, layer, first + row, count, cache, worker);
-    run(isa_, kernels::round_all{s.b.data(), count * shape_.width});
-    load_rows(s, s.b.data(), count, shape_.width);
-    quantise(s, w.output, count);
-    multiply(s, w.output, count, s.a.data());
-    run(isa_, kernels::add_residual{bits_of(here), s.a.data(), count * shape_.width});
-
-    load_hidden(s, here, count, w.feed_forward_norm);
-    quantise(s, w.gate, count);
-    multiply(s, w.gate, count, s.a.data());
-    multiply(s, w.up, count, s.b.data());
-    run(isa_, kernels::gated_silu{s.a.data(), s.b.data(), count * shape_.hidden});
-    load_rows(s, s.a.data(), count, shape_.hidden);
-    quantise(s, w.down, count);
-    multiply(s, w.down, count, s.b.data());
-    run(isa_, kernels::add_residual{bits_of(here), s.b.data(), count * shape_.width});
+    after_attention(s, layer, here, count);
   });
 }
 
@@ -411,6 +430,37 @@ outcome<std::vector<bf16>> engine::forward(std::span<const std::uint32_t> ids, s
     keys_values(layer, *hidden, sums);
     cache.write(layer, first, sums);
     rest(layer, *hidden, first, cache);
+  }
+  return hidden;
+}
+
+outcome<std::vector<bf16>> engine::step(std::uint32_t id, std::size_t position, const rotary_table& rotary, token_cache& cache) noexcept {
+  if (position >= rotary.positions()) {
+    return failure{error_code::out_of_range, "positions end at " + std::to_string(rotary.positions())};
+  }
+  auto hidden = embed(std::span(&id, 1));
+  if (!hidden) return hidden;
+  try {
+    key_value_sums sums;
+    scratch& s = scratch_.front();
+    for (std::size_t layer = 0; layer < shape_.layers; ++layer) {
+      keys_values(layer, *hidden, sums);
+      const stored_rows rows(sums, rotary, position, shape_.kv_width());
+      const status appended = cache.append(layer, rows.keys, rows.values);
+      if (!appended) return appended.error();
+      load_hidden(s, hidden->data(), 1, layers_[layer].attention_norm);
+      quantise(s, layers_[layer].query, 1);
+      multiply(s, layers_[layer].query, 1, s.a.data());
+      const std::span<float> queries(s.a.data(), shape_.width);
+      run(isa_, kernels::round_all{queries.data(), queries.size()});
+      rotary.rotate(queries, position);
+      run(isa_, kernels::round_all{queries.data(), queries.size()});
+      const status attended = cache.attend(layer, queries, std::span(s.b.data(), shape_.width));
+      if (!attended) return attended.error();
+      after_attention(s, layer, hidden->data(), 1);
+    }
+  } catch (const std::exception& caught) {
+    return failure{error_code::out_of_memory, std::string("cannot compute a token: ") + caught.what()};
   }
   return hidden;
 }

@@ -110,6 +110,18 @@ class kv_cache {
   std::vector<lanes::buffer<float>> scores_;  // one per worker, [tiles * 16][16]
 };
 
+/// A cache of any kind, one token at a time, for `engine::step`.
+class token_cache {
+ public:
+  virtual ~token_cache() = default;
+
+  /// Takes a layer's keys (rotated) and values of the next position, [kv_heads, head_dim] each.
+  virtual status append(std::size_t layer, std::span<const bf16> keys, std::span<const bf16> values) = 0;
+  /// Attention of the position appended last: from queries (rotated, not yet divided by sqrt(head_dim)) to weighted means of values,
+  /// [heads, head_dim] each.
+  virtual status attend(std::size_t layer, std::span<const float> queries, std::span<float> out) = 0;
+};
+
 /// One call at a time: the engine spreads a call over its own threads and reuses their scratch memory.
 class engine {
  public:
@@ -141,6 +153,11 @@ class engine {
   /// Fails on an id outside the vocabulary or a position outside the cache.
   [[nodiscard]] outcome<std::vector<bf16>> forward(std::span<const std::uint32_t> ids, std::size_t first, kv_cache& cache) noexcept;
 
+  /// All layers for one token, with the cache outside: what the cache makes of keys, values and queries is its own affair. Gives the hidden
+  /// state after the last layer. With exact attention it differs from `forward` by the rounding of sums alone. Fails on an id outside the
+  /// vocabulary, on a position that `rotary` does not have, and as the cache does.
+  [[nodiscard]] outcome<std::vector<bf16>> step(std::uint32_t id, std::size_t position, const rotary_table& rotary, token_cache& cache) noexcept;
+
   /// Logits [rows, vocabulary] of hidden states after the last layer, as float sums.
   void logits(std::span<const bf16> hidden, std::span<float> out) noexcept;
 
@@ -170,6 +187,7 @@ class engine {
   void quantise(scratch& s, const matrix& weights, std::size_t rows) const noexcept;
   void multiply(const scratch& s, const matrix& weights, std::size_t rows, float* out) const noexcept;
   void attend(scratch& s, std::size_t layer, std::size_t first, std::size_t rows, kv_cache& cache, std::size_t worker) const noexcept;
+  void after_attention(scratch& s, std::size_t layer, bf16* hidden, std::size_t rows) const noexcept;
   template <class Body>
   void for_blocks(std::size_t rows, Body&& body);
 

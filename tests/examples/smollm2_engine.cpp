@@ -792,6 +792,79 @@ TEST_CASE("engine: attention uses what the cache holds") {
   CHECK(same_bits(restored, before));
 }
 
+namespace {
+
+/// Attention in double precision over every token so far.
+class plain_token_cache final : public token_cache {
+ public:
+  explicit plain_token_cache(const model_shape& shape) : shape_(shape), keys_(shape.layers), values_(shape.layers) {}
+
+  status append(std::size_t layer, std::span<const bf16> keys, std::span<const bf16> values) override {
+    if (refuse) return failure{error_code::out_of_memory, "refused"};
+    keys_[layer].insert(keys_[layer].end(), keys.begin(), keys.end());
+    values_[layer].insert(values_[layer].end(), values.begin(), values.end());
+    return done;
+  }
+  status attend(std::size_t layer, std::span<const float> queries, std::span<float> out) override {
+    const std::size_t dim = shape_.head_dim, row = shape_.kv_width(), tokens = keys_[layer].size() / row;
+    for (std::size_t head = 0; head < shape_.heads; ++head) {
+      const std::size_t own = head / (shape_.heads / shape_.kv_heads) * dim;
+      std::vector<double> weights(tokens), sums(dim);
+      double mass = 0;
+      for (std::size_t t = 0; t < tokens; ++t) {
+        double score = 0;
+        for (std::size_t d = 0; d < dim; ++d)
+          score += static_cast<double>(queries[head * dim + d]) * static_cast<double>(keys_[layer][t * row + own + d].to_float());
+        weights[t] = std::exp(score / std::sqrt(static_cast<double>(dim)));
+        mass += weights[t];
+      }
+      for (std::size_t t = 0; t < tokens; ++t)
+        for (std::size_t d = 0; d < dim; ++d) sums[d] += weights[t] / mass * static_cast<double>(values_[layer][t * row + own + d].to_float());
+      for (std::size_t d = 0; d < dim; ++d) out[head * dim + d] = static_cast<float>(sums[d]);
+    }
+    return done;
+  }
+  [[nodiscard]] const std::vector<bf16>& keys(std::size_t layer) const { return keys_[layer]; }
+
+  bool refuse = false;
+
+ private:
+  model_shape shape_;
+  std::vector<std::vector<bf16>> keys_, values_;
+};
+
+}  // namespace
+
+TEST_CASE("engine: a token at a time with the cache outside is the forward pass but for rounding") {
+  const temporary_folder folder;
+  REQUIRE(write_model(folder / "model"));
+  engine model = load_model(folder / "model", {});
+  const auto ids = some_tokens(30);
+  auto cache = model.make_cache(30);
+  REQUIRE(cache);
+  const auto expected = model.forward(ids, 0, *cache);
+  REQUIRE(expected);
+  plain_token_cache outside(model.shape());
+  double error = 0, squares = 0;
+  for (std::size_t t = 0; t < ids.size(); ++t) {
+    const auto hidden = model.step(ids[t], t, cache->rotary(), outside);
+    REQUIRE(hidden);
+    for (std::size_t c = 0; c < width; ++c) {
+      const double value = (*expected)[t * width + c].to_float();
+      error += std::pow((*hidden)[c].to_float() - value, 2);
+      squares += value * value;
+    }
+  }
+  CHECK(error < 1e-3 * squares);
+  // The first layer's keys do not depend on attention.
+  CHECK(same_bits(std::span<const bf16>(outside.keys(0)), cache->keys(0, 30)));
+
+  outside.refuse = true;
+  CHECK(model.step(ids[0], 0, cache->rotary(), outside).error().text == "refused");
+  CHECK(model.step(vocabulary, 0, cache->rotary(), outside).error().code == error_code::out_of_range);
+  CHECK(model.step(ids[0], 30, cache->rotary(), outside).error().code == error_code::out_of_range);
+}
+
 TEST_CASE("engine: no tokens, unknown tokens, a full cache") {
   const temporary_folder folder;
   REQUIRE(write_model(folder / "model"));

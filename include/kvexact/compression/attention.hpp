@@ -1,0 +1,69 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include <kvexact/compression/compressor.hpp>
+#include <kvexact/core/result.hpp>
+
+namespace kvexact {
+
+/// Attention over what a compressor gives back of a head. `weights` [query heads, entries], if not empty, receives the softmax, for
+/// `observes_attention`. Errors: shape_mismatch (sizes), invalid_argument (nothing to attend to), out_of_memory.
+template <layer_compressor C>
+[[nodiscard]] result<void> attend_materialised(const C& cache, std::uint32_t head, const attention_call& call,
+                                               std::span<float> weights = {}) noexcept {
+  const std::size_t queries = call.log_mass.size(), count = cache.entries(head);
+  const std::size_t key_dim = cache.shape().key_dim, value_dim = cache.shape().value_dim;
+  if (queries == 0 || call.queries.size() != queries * key_dim || call.out.size() != queries * value_dim ||
+      (!weights.empty() && weights.size() != queries * count))
+    return error{error_code::shape_mismatch, "queries or room for the outcome of attention have another size"};
+  if (count == 0) return error{error_code::invalid_argument, "attention over no tokens"};
+  try {
+    std::vector<std::uint64_t> positions(count);
+    std::vector<float> keys(count * key_dim), values(count * value_dim), scores(count);
+    const auto done = cache.materialise(head, {positions, keys, values});
+    if (!done) return done;
+    for (std::size_t q = 0; q < queries; ++q) {
+      for (std::size_t i = 0; i < count; ++i) {
+        float sum = 0;
+        for (std::size_t c = 0; c < key_dim; ++c) sum += call.queries[q * key_dim + c] * keys[i * key_dim + c];
+        scores[i] = sum;
+      }
+      const float most = *std::max_element(scores.begin(), scores.end());
+      double mass = 0;
+      for (float& each : scores) {
+        each = std::exp(each - most);
+        mass += static_cast<double>(each);
+      }
+      const auto out = call.out.subspan(q * value_dim, value_dim);
+      std::fill(out.begin(), out.end(), 0.0F);
+      for (std::size_t i = 0; i < count; ++i) {
+        const auto weight = static_cast<float>(static_cast<double>(scores[i]) / mass);
+        if (!weights.empty()) weights[q * count + i] = weight;
+        for (std::size_t c = 0; c < value_dim; ++c) out[c] += weight * values[i * value_dim + c];
+      }
+      call.log_mass[q] = static_cast<float>(static_cast<double>(most) + std::log(mass));
+    }
+  } catch (...) {
+    return error{error_code::out_of_memory, "scratch memory"};
+  }
+  return {};
+}
+
+/// The same, on codes where the compressor can.
+template <layer_compressor C>
+[[nodiscard]] result<void> attend(const C& cache, std::uint32_t head, const attention_call& call) noexcept {
+  if constexpr (attends_on_codes<C>) {
+    return cache.attend(head, call);
+  } else {
+    return attend_materialised(cache, head, call);
+  }
+}
+
+}  // namespace kvexact
