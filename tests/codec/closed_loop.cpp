@@ -112,7 +112,7 @@ bool holds_just(bits_cache& decoded, const bits_cache& from, index_range layers,
 }  // namespace
 
 TEST_CASE("closed_loop: gives back every bit, and both sides ask the engine for the same") {
-  for (const number_format format : all_formats) {
+  for (const number_format format : mapped_formats) {
     for (const bool corrected : {true, false}) {
       const loop by(format, {.corrected = corrected});
       CAPTURE(by.codec->name());
@@ -401,7 +401,7 @@ TEST_CASE("closed_loop: another engine is noticed before anything of the chunk i
 }
 
 TEST_CASE("closed_loop: whatever the cache holds, the engine sees finite numbers") {
-  for (const number_format format : all_formats) {
+  for (const number_format format : mapped_formats) {
     const loop by(format);
     CAPTURE(by.codec->name());
     random_integers random(10);
@@ -609,18 +609,16 @@ TEST_CASE("closed_loop: clamped feedback serves caches whose engine saw the valu
 }
 
 TEST_CASE("closed_loop: storage scales of any kind") {
-  for (const number_format format : {number_format::float8_e4m3, number_format::float8_e5m2}) {
-    loop by(format, {}, 100);
-    const model_example from = by.example_of(50, 16);
-    for (const std::uint32_t odd : {0U, 0x80000000U, 0xc0600000U, 0x7f800000U, 0x7fc12345U, 1U, 0x00800000U, 0x7f7fffffU, 0x3e000001U}) {
-      by.scales[1] = by.scales[4] = odd;
-      const std::vector<std::byte> stream = by.encode(from);
-      bits_cache decoded(by.options.shape, 50);
-      fake_engine engine = by.engine_for(from.ids);
-      REQUIRE((*by.ready->open(stream))->decode_all(decoded, engine));
-      CHECK(decoded == from.cache);
-      CHECK(engine.misuses == 0);
-    }
+  loop by(number_format::float8_e4m3, {}, 100);
+  const model_example from = by.example_of(50, 16);
+  for (const std::uint32_t odd : {0U, 0x80000000U, 0xc0600000U, 0x7f800000U, 0x7fc12345U, 1U, 0x00800000U, 0x7f7fffffU, 0x3e000001U}) {
+    by.scales[1] = by.scales[4] = odd;
+    const std::vector<std::byte> stream = by.encode(from);
+    bits_cache decoded(by.options.shape, 50);
+    fake_engine engine = by.engine_for(from.ids);
+    REQUIRE((*by.ready->open(stream))->decode_all(decoded, engine));
+    CHECK(decoded == from.cache);
+    CHECK(engine.misuses == 0);
   }
 }
 

@@ -28,7 +28,7 @@ TEST_CASE("lloyd_max: distortions as published, and below the bound") {
 }
 
 TEST_CASE("lloyd_max: a fixed point") {
-  for (const std::uint32_t dim : {4U, 5U, 64U, 1000U, 65536U}) {
+  for (const std::uint32_t dim : {4U, 64U, 65536U}) {
     for (const int bits : {1, 2, 5, 8}) {
       CAPTURE(dim);
       CAPTURE(bits);
@@ -37,7 +37,7 @@ TEST_CASE("lloyd_max: a fixed point") {
       REQUIRE(values.size() == std::size_t{1} << (bits - 1));
       REQUIRE(table.thresholds().size() == values.size() - 1);
       // By sums over a fine grid: every value is the mean of its cell, and sum p c^2 + D / d = 1 / d.
-      constexpr int steps = 200000;
+      constexpr int steps = 50000;
       const double most = std::min(1.0, 12 / std::sqrt(static_cast<double>(dim)));
       std::vector<double> mass(values.size()), moment(values.size());
       double total = 0;
