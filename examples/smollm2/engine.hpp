@@ -154,8 +154,9 @@ class engine {
   [[nodiscard]] outcome<std::vector<bf16>> forward(std::span<const std::uint32_t> ids, std::size_t first, kv_cache& cache) noexcept;
 
   /// All layers for one token, with the cache outside: what the cache makes of keys, values and queries is its own affair. Gives the hidden
-  /// state after the last layer. With exact attention it differs from `forward` by the rounding of sums alone. Fails on an id outside the
-  /// vocabulary, on a position that `rotary` does not have, and as the cache does.
+  /// state after the last layer. With exact attention to all tokens it differs from `forward` without a window by the rounding of sums
+  /// alone. Fails on an id outside the vocabulary, on a position that `rotary` does not have, and as the cache does: then the first layers
+  /// have the token and the others do not.
   [[nodiscard]] outcome<std::vector<bf16>> step(std::uint32_t id, std::size_t position, const rotary_table& rotary, token_cache& cache) noexcept;
 
   /// Logits [rows, vocabulary] of hidden states after the last layer, as float sums.

@@ -109,8 +109,7 @@ TEST_CASE("compressor: a truncation too far back is refused and changes nothing"
       CHECK(cache->length() == 400);
       CHECK(are_equal(before, cache->state()));
       REQUIRE(cache->truncate(400 - cache->max_rollback()));
-      // The tokens taken back still count against what can be taken back.
-      if (cache->max_rollback() > 0) CHECK(cache->length() == 400 - cache->max_rollback());
+      CHECK(cache->length() == 400 - cache->max_rollback());
     } else {
       REQUIRE(cache->truncate(0));
       CHECK(cache->length() == 0);
@@ -128,7 +127,9 @@ TEST_CASE("compressor: bytes are those that were allocated") {
       cache->decode(layer, length);
       CHECK(cache->bytes() == empty + meter.live());
     }
-    REQUIRE(cache->truncate(300 - std::min<std::uint64_t>(cache->max_rollback(), 5) - 20 > 0 ? cache->length() : 0));
+    REQUIRE(cache->truncate(cache->length() - std::min<std::uint64_t>(cache->max_rollback(), 5)));
+    CHECK(cache->bytes() == empty + meter.live());
+    cache->decode(layer, 300);
     CHECK(cache->bytes() == empty + meter.live());
   });
 }
@@ -211,7 +212,7 @@ TEST_CASE("compressor: every entry is near the token of its position") {
             error += std::pow(static_cast<double>(got[c]) - static_cast<double>(expected[c].to_float()), 2);
             squares += std::pow(static_cast<double>(expected[c].to_float()), 2);
           }
-          return error <= squares;
+          return error < 0.95 * squares;  // nothing at all would be 1
         };
         CHECK(near(&state[head].keys[i * with.shape->key_dim], layer.key(state[head].positions[i], head), with.shape->key_dim));
         CHECK(near(&state[head].values[i * with.shape->value_dim], layer.value(state[head].positions[i], head), with.shape->value_dim));
@@ -286,6 +287,23 @@ TEST_CASE("compressor: wrong sizes are refused") {
     CHECK(attended({query, out, {}}) == error_code::shape_mismatch);
     CHECK(attended({std::span<const float>(query).first(3), out, mass}) == error_code::shape_mismatch);
     CHECK(attended({query, std::span(out).first(3), mass}) == error_code::shape_mismatch);
+  });
+}
+
+TEST_CASE("compressor: the largest values stay finite") {
+  for_all([](const setting& with) {
+    for (const float largest : {3e38F, -3e38F, 1e31F}) {
+      example_layer layer = with.layer(60, 18);
+      for (std::size_t i = 0; i < layer.keys.size(); i += 7) layer.keys[i] = bf16::from_float(largest);
+      for (std::size_t i = 0; i < layer.values.size(); i += 5) layer.values[i] = bf16::from_float(-largest);
+      const auto cache = with.make();
+      if (cache->observes()) return;  // they keep rows as they are
+      cache->decode(layer, 60);
+      for (const head_state& head : cache->state()) {
+        for (const float each : head.keys) REQUIRE(std::isfinite(each));
+        for (const float each : head.values) REQUIRE(std::isfinite(each));
+      }
+    }
   });
 }
 

@@ -78,6 +78,10 @@ TEST_CASE("draft_cache: truncates all layers or none") {
   CHECK(cache.length(3) == 80);
   REQUIRE(cache.truncate(80));
   for (std::uint32_t l = 0; l < 4; ++l) CHECK(cache.length(l) == 80);
+  CHECK(cache.truncate(81).error().code == error_code::out_of_range);
+  CHECK(cache.length(4) == 0);
+  CHECK(cache.entries(4, 0) == 0);
+  CHECK(!cache.observes(4, 0));
   // Counted from the greatest length.
   CHECK(cache.truncate(60).error().code == error_code::out_of_range);
 }

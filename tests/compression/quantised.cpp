@@ -128,7 +128,7 @@ TEST_CASE("quantised: values beyond a format are counted") {
   CHECK(cache.saturated() == 0);
   using bare = quantised<bf16, symmetric<4>, symmetric<4>>;
   auto wide = *bare::make({1, 2, 2}, {});
-  const std::vector<bf16> large(2, bf16::from_float(1e30F));
+  const std::vector<bf16> large(2, bf16::from_float(1e20F));
   REQUIRE(wide.append({strided_tensor<const bf16>::nhd(large.data(), 1, 2), strided_tensor<const bf16>::nhd(large.data(), 1, 2)}, 1));
   CHECK(wide.saturated() == 4);
 }
@@ -137,6 +137,7 @@ TEST_CASE("quantised: unusable options and shapes") {
   const auto code = [](const layer_shape& of, const small_kivi::options& options) { return small_kivi::make(of, options).error().code; };
   CHECK(code({2, 20, 0}, {}) == error_code::invalid_argument);
   CHECK(code({0, 20, 12}, {}) == error_code::invalid_argument);
+  CHECK(code({65536, 65536, 65536}, {}) == error_code::out_of_range);
   CHECK(code(shape, {.keys = {8}, .values = {}, .sinks = 4}) == error_code::invalid_argument);
   CHECK(code(shape, {.keys = {1}, .values = {}}) == error_code::invalid_argument);
   CHECK(code(shape, {.keys = {}, .values = {1}}) == error_code::invalid_argument);

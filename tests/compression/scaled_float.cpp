@@ -46,6 +46,6 @@ TEST_CASE("scaled_float: what is too large is counted and replaced by the larges
 TEST_CASE("scaled_float: unusable options") {
   CHECK(scaled_float<fp8_e4m3>::make(0, 64).error().code == error_code::invalid_argument);
   CHECK(scaled_float<fp8_e4m3>::make(1, 0).error().code == error_code::invalid_argument);
-  for (const float scale : {0.0F, -1.0F, std::numeric_limits<float>::infinity(), std::nanf("")})
+  for (const float scale : {0.0F, -1.0F, std::numeric_limits<float>::infinity(), std::nanf(""), 8e36F})
     CHECK(scaled_float<fp8_e4m3>::make(1, 64, {.group_channels = 0, .scale = scale}).error().code == error_code::invalid_argument);
 }

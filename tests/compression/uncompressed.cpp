@@ -24,6 +24,7 @@ TEST_CASE("uncompressed: gives back every value") {
 }
 
 TEST_CASE("uncompressed: layers that it cannot hold") {
+  CHECK(uncompressed<bf16>::make({65536, 65536, 65536}).error().code == error_code::out_of_range);
   CHECK(uncompressed<bf16>::make({0, 5, 7}).error().code == error_code::invalid_argument);
   CHECK(uncompressed<bf16>::make({3, 0, 7}).error().code == error_code::invalid_argument);
   CHECK(uncompressed<bf16>::make({3, 5, 0}).error().code == error_code::invalid_argument);

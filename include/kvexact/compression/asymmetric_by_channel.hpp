@@ -38,7 +38,7 @@ class asymmetric_by_channel {
   [[nodiscard]] std::uint32_t dim() const noexcept { return dim_; }
   [[nodiscard]] std::uint32_t group_tokens() const noexcept { return tokens_; }
   [[nodiscard]] std::size_t packed_bytes() const noexcept { return tokens_ * row_bytes() + 4 * std::size_t{dim_}; }
-  [[nodiscard]] std::size_t scratch_floats() const noexcept { return 2 * std::size_t{dim_} + (dim_ + 3) / 4; }
+  [[nodiscard]] std::size_t scratch_floats() const noexcept { return 2 * std::size_t{dim_} + (std::size_t{dim_} + 3) / 4; }
 
   std::uint64_t pack(std::uint32_t, std::span<const float> values, std::span<std::byte> packed, std::span<float> scratch) const noexcept {
     std::uint64_t saturated = 0;

@@ -85,8 +85,9 @@ class draft_cache {
   }
 
   [[nodiscard]] const cache_shape& shape() const noexcept { return shape_; }
+  /// 0 in a layer that it does not have.
   [[nodiscard]] std::uint64_t length(std::uint32_t layer) const noexcept {
-    return visit(layer, [](const auto& cache) { return cache.length(); });
+    return layer >= layers_.size() ? 0 : visit(layer, [](const auto& cache) { return cache.length(); });
   }
   /// What all layers can take back.
   [[nodiscard]] std::uint64_t max_rollback() const noexcept {
@@ -96,7 +97,7 @@ class draft_cache {
     return least;
   }
   [[nodiscard]] std::size_t entries(std::uint32_t layer, std::uint32_t head) const noexcept {
-    return visit(layer, [&](const auto& cache) { return cache.entries(head); });
+    return layer >= layers_.size() ? 0 : visit(layer, [&](const auto& cache) { return cache.entries(head); });
   }
   [[nodiscard]] std::size_t bytes() const noexcept {
     std::size_t sum = sizeof(*this) + layers_.capacity() * sizeof(any_layer) + shape_.layers() * sizeof(layer_shape);
@@ -110,9 +111,12 @@ class draft_cache {
     if (done) greatest_ = std::max(greatest_, length(layer));
     return done;
   }
-  /// All layers that are longer. Errors: out_of_range (further back than `max_rollback()` from the greatest length so far); then nothing has
-  /// changed.
+  /// All layers that are longer. Errors: out_of_range (longer than every layer, or further back than `max_rollback()` from the greatest length
+  /// so far); then nothing has changed.
   result<void> truncate(std::uint64_t length) noexcept {
+    std::uint64_t longest = 0;
+    for (std::uint32_t l = 0; l < shape_.layers(); ++l) longest = std::max(longest, this->length(l));
+    if (length > longest) return error{error_code::out_of_range, "a cache cannot be truncated to more than it holds"};
     if (length < greatest_ && greatest_ - length > max_rollback())
       return error{error_code::out_of_range, "a draft cache cannot be taken back so far"};
     for (std::uint32_t l = 0; l < shape_.layers(); ++l) {
@@ -130,7 +134,7 @@ class draft_cache {
     return in_layer(layer, [&](const auto& cache) { return kvexact::attend(cache, head, call); });
   }
   [[nodiscard]] bool observes(std::uint32_t layer, std::uint64_t position) const noexcept {
-    return visit(layer, [&]<class Layer>(const Layer& cache) {
+    return layer < layers_.size() && visit(layer, [&]<class Layer>(const Layer& cache) {
       if constexpr (observes_attention<Layer>) {
         return cache.observes(position);
       } else {
@@ -149,7 +153,7 @@ class draft_cache {
     });
   }
 
-  /// The layer's own compressor: calls use(const compressor&).
+  /// The layer's own compressor: calls use(const compressor&). The layer must be there.
   template <class Use>
   decltype(auto) visit(std::uint32_t layer, Use&& use) const noexcept {
     return std::visit(std::forward<Use>(use), layers_[layer]);

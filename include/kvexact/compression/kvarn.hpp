@@ -25,8 +25,8 @@ namespace kvexact {
 /// codes, an fp16 step and offset for each channel of keys or token of values, and an fp16 scale for each token of keys or channel of values:
 /// Bits + 32 / group_tokens + 16 / dim bits a value for keys, Bits + 32 / dim + 16 / group_tokens for values.
 ///
-/// Tiles are brought to one root mean square first, large enough for the published limits of the scales never to matter: they would make small
-/// tiles pass unchanged.
+/// Tiles are brought to one root mean square first, the middle of the published limits of the scales, which would make small tiles pass
+/// unchanged. Within a tile the limits hold: a token or channel some 170 times quieter than the rest is not scaled up to it.
 template <int Bits, cache_part Part>
 class kvarn {
   static_assert(Bits >= 1 && Bits <= 8, "kvexact: kvarn has 1 to 8 bits");
@@ -91,7 +91,7 @@ class kvarn {
  private:
   using affine = detail::affine<Bits>;
   static constexpr bool by_channel = Part == cache_part::key;
-  static constexpr float tile_rms = 16;
+  static constexpr float tile_rms = 128;
 
   kvarn(const options& chosen, orthonormal_rotation rotation) noexcept : options_(chosen), rotation_(std::move(rotation)) {}
 

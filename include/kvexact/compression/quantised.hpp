@@ -38,10 +38,12 @@ class quantised {
   };
 
   static constexpr std::uint64_t most_tail = 1U << 20;
+  static constexpr float largest_value = 1e30F;
 
   /// Errors: invalid_argument (a layer without heads or without values, sinks that cut through a group, an unusable option of a quantiser),
-  /// out_of_range (a tail, sinks or a rollback of more than `most_tail`), and what the quantisers' `make` gives.
+  /// out_of_range (too many channels; a tail, sinks or a rollback of more than `most_tail`), and what the quantisers' `make` gives.
   [[nodiscard]] static result<quantised> make(const layer_shape& shape, const options& chosen) noexcept {
+    if (const auto fits = cache_shape::uniform(1, shape); !fits) return fits.error();
     if (shape.value_dim == 0) return error{error_code::invalid_argument, "the layer stores keys and values in one: quantised needs both"};
     if (chosen.sinks > most_tail || chosen.tail > most_tail || chosen.max_rollback > most_tail)
       return error{error_code::out_of_range, "sinks, tail or rollback of quantised are too long"};
@@ -58,7 +60,8 @@ class quantised {
   [[nodiscard]] std::uint64_t length() const noexcept { return length_; }
   [[nodiscard]] std::uint64_t max_rollback() const noexcept { return max_rollback_; }
   [[nodiscard]] std::size_t entries(std::uint32_t) const noexcept { return static_cast<std::size_t>(length_); }
-  /// Values that were too large for their format, and replaced, since the sequence began.
+  /// What the quantisers counted as too large for them since the sequence began, and values beyond `largest_value`, which are clipped first;
+  /// what was taken back and quantised again counts again.
   [[nodiscard]] std::uint64_t saturated() const noexcept { return saturated_; }
   /// Tokens from `sinks` to this one are quantised.
   [[nodiscard]] std::uint64_t quantised_end(cache_part part) const noexcept { return part == cache_part::key ? keys_.end : values_.end; }
@@ -77,11 +80,11 @@ class quantised {
       // Memory first, so that nothing has changed where there is none. Rows are taken in slices, which bounds the exact ones.
       reserve(keys_, key_format_, tokens);
       reserve(values_, value_format_, tokens);
-      std::vector<float> work(std::max(stage_floats(key_format_) + key_format_.scratch_floats(),
-                                       stage_floats(value_format_) + value_format_.scratch_floats()));
-      std::vector<std::byte> together(groups_at_once * std::max(key_format_.packed_bytes(), value_format_.packed_bytes()));
+      packing_memory memory;
+      memory.fit(key_format_, groups_to_pack(keys_, key_format_, length_ + tokens));
+      memory.fit(value_format_, groups_to_pack(values_, value_format_, length_ + tokens));
       for (std::uint64_t done = 0; done < tokens; done += slice_tokens)
-        append_slice(rows, done, std::min<std::uint64_t>(slice_tokens, tokens - done), work, together);
+        append_slice(rows, done, std::min<std::uint64_t>(slice_tokens, tokens - done), memory);
     } catch (...) {
       return error{error_code::out_of_memory, "the draft cache of a layer"};
     }
@@ -103,8 +106,7 @@ class quantised {
     const auto usable = detail::expect_room(shape_, head, count, out);
     if (!usable) return usable;
     try {
-      std::vector<float> scratch(std::max(key_format_.scratch_floats(), value_format_.scratch_floats()) +
-                                 std::max(stage_floats(key_format_), stage_floats(value_format_)));
+      std::vector<float> scratch(std::max(key_format_.scratch_floats(), value_format_.scratch_floats()));
       for (std::size_t i = 0; i < count; ++i) out.positions[i] = i;
       unpack(keys_, key_format_, head, out.keys, scratch);
       unpack(values_, value_format_, head, out.values, scratch);
@@ -147,7 +149,7 @@ class quantised {
  private:
   static constexpr std::uint64_t slice_tokens = 16;
   /// Groups that are packed or unpacked in one call of a quantiser.
-  static constexpr std::size_t groups_at_once = 32;
+  static constexpr std::size_t groups_at_once = slice_tokens;
   /// Rows are moved to the front only when so many before them are no longer needed.
   static constexpr std::uint64_t drop_tokens = 8;
 
@@ -156,6 +158,20 @@ class quantised {
     std::vector<Scalar> sinks;  // [sinks, heads, dim]
     std::vector<Scalar> rows;   // [length - rows_begin_, heads, dim]
     std::uint64_t end = 0;      // of what is quantised
+  };
+
+  /// For as many groups as are packed at once.
+  struct packing_memory {
+    std::vector<float> stage, scratch;
+    std::vector<std::byte> together;
+
+    template <class Format>
+    void fit(const Format& format, std::size_t groups) {
+      if (groups == 0) return;
+      stage.resize(std::max(stage.size(), groups * format.group_tokens() * format.dim()));
+      scratch.resize(std::max(scratch.size(), format.scratch_floats()));
+      together.resize(std::max(together.size(), groups * format.packed_bytes()));
+    }
   };
 
   quantised(const layer_shape& shape, const options& chosen, Keys keys, Values values) noexcept
@@ -168,10 +184,6 @@ class quantised {
   [[nodiscard]] std::size_t channels(const Format& format) const noexcept {
     return std::size_t{shape_.kv_heads} * format.dim();
   }
-  template <class Format>
-  [[nodiscard]] static std::size_t stage_floats(const Format& format) noexcept {
-    return groups_at_once * format.group_tokens() * format.dim();
-  }
   /// Where what is quantised ends in a cache of `length` tokens.
   template <class Format>
   [[nodiscard]] std::uint64_t end_at(const Format& format, std::uint64_t length) const noexcept {
@@ -179,23 +191,27 @@ class quantised {
     return std::max(sinks_, (length - tail_) / format.group_tokens() * format.group_tokens());
   }
 
+  /// Most groups that are packed at once on the way to `length`.
+  template <class Format>
+  [[nodiscard]] std::size_t groups_to_pack(const part_storage& part, const Format& format, std::uint64_t length) const noexcept {
+    return static_cast<std::size_t>(std::min<std::uint64_t>((end_at(format, length) - part.end) / format.group_tokens(), groups_at_once));
+  }
   template <class Format>
   void reserve(part_storage& part, const Format& format, std::uint64_t tokens) const {
     const std::uint64_t groups = (end_at(format, length_ + tokens) - sinks_) / format.group_tokens();
     detail::reserve_sparingly(part.packed, static_cast<std::size_t>(groups) * shape_.kv_heads * format.packed_bytes());
-    part.sinks.reserve(static_cast<std::size_t>(std::min(sinks_, length_ + tokens)) * channels(format));
+    detail::reserve_sparingly(part.sinks, static_cast<std::size_t>(std::min(sinks_, length_ + tokens)) * channels(format));
     const std::uint64_t after_sinks = length_ + tokens > sinks_ ? length_ + tokens - sinks_ : 0;
     const std::uint64_t held = tail_ + max_rollback_ + std::max(key_format_.group_tokens(), value_format_.group_tokens()) + drop_tokens + slice_tokens;
-    part.rows.reserve(static_cast<std::size_t>(std::min(after_sinks, held)) * channels(format));
+    detail::reserve_sparingly(part.rows, static_cast<std::size_t>(std::min(after_sinks, held)) * channels(format));
   }
 
-  void append_slice(const layer_tensors<const Scalar>& rows, std::uint64_t first, std::uint64_t tokens, std::span<float> work,
-                    std::span<std::byte> together) {
+  void append_slice(const layer_tensors<const Scalar>& rows, std::uint64_t first, std::uint64_t tokens, packing_memory& memory) {
     store(keys_, key_format_, rows.key, first, tokens);
     store(values_, value_format_, rows.value, first, tokens);
     length_ += tokens;
-    pack(keys_, key_format_, work, together);
-    pack(values_, value_format_, work, together);
+    pack(keys_, key_format_, memory);
+    pack(values_, value_format_, memory);
     // What a rollback can make exact again stays.
     const std::uint64_t back = length_ > max_rollback_ ? length_ - max_rollback_ : 0;
     const std::uint64_t begin = std::min(end_at(key_format_, back), end_at(value_format_, back));
@@ -224,21 +240,26 @@ class quantised {
     return from.data() + static_cast<std::size_t>(row) * channels(format) + std::size_t{head} * format.dim();
   }
   template <class Format>
-  void pack(part_storage& part, const Format& format, std::span<float> work, std::span<std::byte> together) {
+  void pack(part_storage& part, const Format& format, packing_memory& memory) {
     const std::uint64_t end = end_at(format, length_);
     const std::size_t group = format.group_tokens(), bytes = format.packed_bytes();
     while (part.end < end) {
       const auto groups = std::min<std::size_t>(groups_at_once, static_cast<std::size_t>(end - part.end) / group);
-      const auto stage = work.first(groups * group * format.dim());
+      const auto stage = std::span(memory.stage).first(groups * group * format.dim());
+      const auto together = std::span(memory.together).first(groups * bytes);
       const std::size_t at = part.packed.size();
       part.packed.resize(at + groups * shape_.kv_heads * bytes);
       // Heads stand side by side in each group; a quantiser takes one head's groups in a row.
       for (std::uint32_t h = 0; h < shape_.kv_heads; ++h) {
         for (std::size_t t = 0; t < groups * group; ++t) {
           const Scalar* const row = exact_row(part, format, part.end + t, h);
-          for (std::uint32_t c = 0; c < format.dim(); ++c) stage[t * format.dim() + c] = row[c].to_float();
+          for (std::uint32_t c = 0; c < format.dim(); ++c) {
+            const float value = row[c].to_float(), kept = std::clamp(value, -largest_value, largest_value);
+            saturated_ += kept != value;
+            stage[t * format.dim() + c] = kept;
+          }
         }
-        saturated_ += format.pack(h, stage, together.first(groups * bytes), work.subspan(stage_floats(format)));
+        saturated_ += format.pack(h, stage, together, memory.scratch);
         for (std::size_t g = 0; g < groups; ++g)
           std::copy_n(together.begin() + static_cast<std::ptrdiff_t>(g * bytes), bytes,
                       part.packed.begin() + static_cast<std::ptrdiff_t>(at + (g * shape_.kv_heads + h) * bytes));
@@ -273,7 +294,8 @@ class quantised {
       const Scalar* const row = exact_row(part, format, t, head);
       for (std::size_t c = 0; c < dim; ++c) out[static_cast<std::size_t>(t) * dim + c] = row[c].to_float();
     }
-    std::vector<std::byte> together(groups_at_once * format.packed_bytes());
+    const auto all_groups = static_cast<std::size_t>(part.end - sinks_) / format.group_tokens();
+    std::vector<std::byte> together(std::min(groups_at_once, all_groups) * format.packed_bytes());
     for (std::uint64_t t = sinks_; t < part.end;) {
       const std::size_t groups = std::min<std::size_t>(groups_at_once, static_cast<std::size_t>(part.end - t) / format.group_tokens());
       for (std::size_t g = 0; g < groups; ++g) {

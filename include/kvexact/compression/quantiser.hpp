@@ -14,12 +14,13 @@ namespace kvexact {
 /// position that is a multiple of it, [group_tokens, dim] floats, which take `packed_bytes()` bytes whatever they are.
 ///
 /// - `make(heads, dim, options)`: errors: invalid_argument, shape_mismatch (options that do not fit the sizes), out_of_memory.
-/// - `pack(head, values, packed, scratch)`: one group or several, one after another. All values must be finite. Returns how many values were
-///   too large for the format and were replaced by the nearest that it has.
+/// - `pack(head, values, packed, scratch)`: one group or several, one after another. Values must be finite and at most 1e30 in magnitude.
+///   Returns how much was too large for the format and became the nearest that it has: values, or the vectors or lines that share a number.
 /// - `unpack(head, packed, values, scratch)`: the same groups back, approximately.
 /// - `scratch_floats()`: size of the scratch memory that both need; what it holds means nothing.
 ///
-/// Exactness: the same values give the same bytes with every compiler, instruction set and number of groups a call.
+/// Exactness: the same values give the same bytes with every compiler, instruction set and number of groups a call, from the same tables.
+/// (Tables of TurboQuant come from the C library's `pow`, Haar matrices from its logarithm and cosine: these may differ in a last bit.)
 template <class Q>
 concept quantiser = std::copy_constructible<Q> && requires(const Q& format, std::uint32_t number, const typename Q::options& options,
                                                            std::span<const float> values, std::span<std::byte> packed,

@@ -15,7 +15,7 @@ namespace kvexact {
 struct rest_kv_options {
   dropper_options eviction = {};    ///< `window` is also the number of queries that decide; at least 1 and at most `interval`
   float smoothing = 0.3F;           ///< weight of the newer row in the moving average, in (0, 1]
-  std::uint32_t kernel = 5;         ///< least number of entries over which scores are averaged, odd
+  std::uint32_t kernel = 5;         ///< least number of entries over which scores are averaged, odd, at most 1023
   std::uint32_t drift_unit = 2000;  ///< shift of attention, in entries, that widens the kernel by 2; at least 1
   /// W^T W of the slice of the output projection that belongs to each query head, [query heads of the layer, value_dim, value_dim]; query
   /// heads of one KV head stand together. Empty: W is the identity. Not copied: must outlive the compressor and its moved-to heirs.
@@ -86,6 +86,7 @@ inline void pool(std::span<const double> in, const drift_kernel& kernel, std::sp
 /// the `budget` entries with the largest weights, over all query heads.
 class output_change {
  public:
+  static constexpr std::uint32_t most_kernel = 1023;
   using options = rest_kv_options;
 
   struct summary {
@@ -106,7 +107,7 @@ class output_change {
     if (shape.value_dim == 0) return error{error_code::shape_mismatch, "ReST-KV needs values"};
     if (!(chosen.smoothing > 0 && chosen.smoothing <= 1))
       return error{error_code::invalid_argument, "the smoothing of ReST-KV is in (0, 1]"};
-    if (chosen.kernel % 2 == 0) return error{error_code::invalid_argument, "the kernel of ReST-KV is odd"};
+    if (chosen.kernel % 2 == 0 || chosen.kernel > most_kernel) return error{error_code::invalid_argument, "the kernel of ReST-KV is odd, and at most 1023"};
     if (chosen.drift_unit == 0) return error{error_code::invalid_argument, "the drift unit of ReST-KV is at least 1"};
     if (const auto good = detail::check_window(chosen.eviction); !good) return good.error();
     const std::uint64_t heads = std::uint64_t{shape.kv_heads} * chosen.eviction.query_heads;

@@ -28,8 +28,8 @@ class scaled_float {
 
   [[nodiscard]] static result<scaled_float> make(std::uint32_t heads, std::uint32_t dim, const options& chosen = {}) noexcept {
     if (heads == 0 || dim == 0) return error{error_code::invalid_argument, "scaled_float needs heads and channels"};
-    if (chosen.group_channels == 0 && !(chosen.scale > 0 && chosen.scale <= std::numeric_limits<float>::max()))
-      return error{error_code::invalid_argument, "the scale of scaled_float must be positive and finite"};
+    if (chosen.group_channels == 0 && !(chosen.scale > 0 && chosen.scale <= std::numeric_limits<float>::max() / largest_value()))
+      return error{error_code::invalid_argument, "the scale of scaled_float must be positive, and the largest number finite with it"};
     return scaled_float(dim, chosen);
   }
 

@@ -36,7 +36,7 @@ class symmetric {
   [[nodiscard]] std::uint32_t dim() const noexcept { return dim_; }
   [[nodiscard]] std::uint32_t group_tokens() const noexcept { return 1; }
   [[nodiscard]] std::size_t packed_bytes() const noexcept { return code_bytes() + 2 * groups(); }
-  [[nodiscard]] std::size_t scratch_floats() const noexcept { return (dim_ + 3) / 4; }
+  [[nodiscard]] std::size_t scratch_floats() const noexcept { return (std::size_t{dim_} + 3) / 4; }
 
   std::uint64_t pack(std::uint32_t, std::span<const float> values, std::span<std::byte> packed, std::span<float> scratch) const noexcept {
     std::uint64_t saturated = 0;

@@ -21,10 +21,10 @@ class uncompressed {
   using scalar = Scalar;
   struct options {};
 
-  /// Errors: invalid_argument (a layer without heads, keys or values).
+  /// Errors: invalid_argument (a layer without heads, keys or values), out_of_range (too many channels), out_of_memory.
   [[nodiscard]] static result<uncompressed> make(const layer_shape& shape, const options& = {}) noexcept {
-    if (shape.kv_heads == 0 || shape.key_dim == 0 || shape.value_dim == 0)
-      return error{error_code::invalid_argument, "uncompressed needs heads, keys and values"};
+    if (const auto fits = cache_shape::uniform(1, shape); !fits) return fits.error();
+    if (shape.value_dim == 0) return error{error_code::invalid_argument, "uncompressed needs keys and values"};
     return uncompressed(shape);
   }
 
