@@ -1,5 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <array>
 #include <cmath>
 
 #include <doctest/doctest.h>
@@ -33,14 +32,7 @@ template <class Q>
 double product_error(const Q& format, double* slope = nullptr) {
   constexpr std::size_t tokens = 2048;
   const std::size_t dim = format.dim();
-  std::vector<float> values = normal_values(tokens * dim, 21), others = normal_values(tokens * dim, 22);
-  for (std::vector<float>* const each : {&values, &others}) {
-    for (std::size_t t = 0; t < tokens; ++t) {
-      double squares = 0;
-      for (std::size_t c = 0; c < dim; ++c) squares += std::pow(static_cast<double>((*each)[t * dim + c]), 2);
-      for (std::size_t c = 0; c < dim; ++c) (*each)[t * dim + c] /= static_cast<float>(std::sqrt(squares));
-    }
-  }
+  const std::vector<float> values = unit_vectors(tokens, dim, 21), others = unit_vectors(tokens, dim, 22);
   const std::vector<float> back = through(format, values);
   double error = 0, own = 0;
   for (std::size_t t = 0; t < tokens; ++t) {
@@ -71,11 +63,7 @@ TEST_CASE("turbo_quant: keeps a quantiser's promises, whatever the number of cha
 }
 
 TEST_CASE("turbo_quant: distortions as published, for any number of channels") {
-  const struct {
-    std::uint32_t dim;
-    std::array<double, 4> distortion;
-  } known[] = {{64, {.35839, .11453, .03339, .00913}}, {128, {.36089, .11600, .03397, .00932}}, {256, {.36214, .11674, .03426, .00941}}};
-  for (const auto& each : known) {
+  for (const known_distortions& each : published_distortions) {
     const std::uint32_t dim = each.dim;
     const auto& distortion = each.distortion;
     CAPTURE(dim);

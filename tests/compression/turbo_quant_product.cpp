@@ -16,14 +16,7 @@ namespace {
 template <int Bits>
 std::pair<double, double> products() {
   constexpr std::size_t dim = 128, tokens = 1024;
-  std::vector<float> values = normal_values(tokens * dim, 31), others = normal_values(tokens * dim, 32);
-  for (std::vector<float>* const each : {&values, &others}) {
-    for (std::size_t t = 0; t < tokens; ++t) {
-      double squares = 0;
-      for (std::size_t c = 0; c < dim; ++c) squares += std::pow(static_cast<double>((*each)[t * dim + c]), 2);
-      for (std::size_t c = 0; c < dim; ++c) (*each)[t * dim + c] /= static_cast<float>(std::sqrt(squares));
-    }
-  }
+  const std::vector<float> values = unit_vectors(tokens, dim, 31), others = unit_vectors(tokens, dim, 32);
   double error = 0, own = 0;
   // Over several rotations: one set of directions has a slope of its own.
   constexpr std::uint64_t seeds = 4;

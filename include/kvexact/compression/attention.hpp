@@ -13,6 +13,22 @@
 
 namespace kvexact {
 
+namespace detail {
+
+/// Scores (at least one) become weights that sum to 1; returns the logarithm of the sum of exp(score).
+inline float softmax(std::span<float> scores) noexcept {
+  const float most = *std::max_element(scores.begin(), scores.end());
+  double mass = 0;
+  for (float& each : scores) {
+    each = std::exp(each - most);
+    mass += static_cast<double>(each);
+  }
+  for (float& each : scores) each = static_cast<float>(static_cast<double>(each) / mass);
+  return static_cast<float>(static_cast<double>(most) + std::log(mass));
+}
+
+}  // namespace detail
+
 /// Attention over what a compressor gives back of a head. `weights` [query heads, entries], if not empty, receives the softmax, for
 /// `observes_attention`. Errors: shape_mismatch (sizes), invalid_argument (nothing to attend to), out_of_memory.
 template <layer_compressor C>
@@ -35,20 +51,13 @@ template <layer_compressor C>
         for (std::size_t c = 0; c < key_dim; ++c) sum += call.queries[q * key_dim + c] * keys[i * key_dim + c];
         scores[i] = sum;
       }
-      const float most = *std::max_element(scores.begin(), scores.end());
-      double mass = 0;
-      for (float& each : scores) {
-        each = std::exp(each - most);
-        mass += static_cast<double>(each);
-      }
+      call.log_mass[q] = detail::softmax(scores);
       const auto out = call.out.subspan(q * value_dim, value_dim);
       std::fill(out.begin(), out.end(), 0.0F);
       for (std::size_t i = 0; i < count; ++i) {
-        const auto weight = static_cast<float>(static_cast<double>(scores[i]) / mass);
-        if (!weights.empty()) weights[q * count + i] = weight;
-        for (std::size_t c = 0; c < value_dim; ++c) out[c] += weight * values[i * value_dim + c];
+        if (!weights.empty()) weights[q * count + i] = scores[i];
+        for (std::size_t c = 0; c < value_dim; ++c) out[c] += scores[i] * values[i * value_dim + c];
       }
-      call.log_mass[q] = static_cast<float>(static_cast<double>(most) + std::log(mass));
     }
   } catch (...) {
     return error{error_code::out_of_memory, "scratch memory"};

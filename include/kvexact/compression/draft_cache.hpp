@@ -107,7 +107,7 @@ class draft_cache {
 
   /// K and V of the next tokens of a layer, see `layer_compressor`; errors name the layer.
   result<void> append(std::uint32_t layer, const layer_tensors<const scalar>& rows, std::uint64_t tokens) noexcept {
-    const auto done = in_layer(layer, [&](auto& cache) { return cache.append(rows, tokens); });
+    const auto done = in_layer(layers_, layer, [&](auto& cache) { return cache.append(rows, tokens); });
     if (done) greatest_ = std::max(greatest_, length(layer));
     return done;
   }
@@ -121,17 +121,17 @@ class draft_cache {
       return error{error_code::out_of_range, "a draft cache cannot be taken back so far"};
     for (std::uint32_t l = 0; l < shape_.layers(); ++l) {
       if (this->length(l) <= length) continue;
-      const auto done = in_layer(l, [&](auto& cache) { return cache.truncate(length); });
+      const auto done = in_layer(layers_, l, [&](auto& cache) { return cache.truncate(length); });
       if (!done) return done;
     }
     return {};
   }
   result<void> materialise(std::uint32_t layer, std::uint32_t head, const materialised_head& out) const noexcept {
-    return in_layer(layer, [&](const auto& cache) { return cache.materialise(head, out); });
+    return in_layer(layers_, layer, [&](const auto& cache) { return cache.materialise(head, out); });
   }
   /// On codes in layers that can, else on what the layer gives back.
   result<void> attend(std::uint32_t layer, std::uint32_t head, const attention_call& call) const noexcept {
-    return in_layer(layer, [&](const auto& cache) { return kvexact::attend(cache, head, call); });
+    return in_layer(layers_, layer, [&](const auto& cache) { return kvexact::attend(cache, head, call); });
   }
   [[nodiscard]] bool observes(std::uint32_t layer, std::uint64_t position) const noexcept {
     return layer < layers_.size() && visit(layer, [&]<class Layer>(const Layer& cache) {
@@ -144,7 +144,7 @@ class draft_cache {
   }
   /// For layers that observe; others need nothing.
   result<void> observe(std::uint32_t layer, const attention_rows& rows) noexcept {
-    return in_layer(layer, [&]<class Layer>(Layer& cache) -> result<void> {
+    return in_layer(layers_, layer, [&]<class Layer>(Layer& cache) -> result<void> {
       if constexpr (observes_attention<Layer>) {
         return cache.observe(rows);
       } else {
@@ -190,16 +190,11 @@ class draft_cache {
     (try_rule.template operator()<I>(), ...);
     return outcome;
   }
-  template <class Use>
-  result<void> in_layer(std::uint32_t layer, Use&& use) noexcept {
-    if (layer >= layers_.size()) return error{error_code::out_of_range, "the draft cache has no such layer", layer};
-    const result<void> outcome = std::visit(use, layers_[layer]);
-    return outcome ? outcome : result<void>(outcome.error().at_layer(layer));
-  }
-  template <class Use>
-  result<void> in_layer(std::uint32_t layer, Use&& use) const noexcept {
-    if (layer >= layers_.size()) return error{error_code::out_of_range, "the draft cache has no such layer", layer};
-    const result<void> outcome = std::visit(use, layers_[layer]);
+  /// `all`: the layers, const or not.
+  template <class Layers, class Use>
+  static result<void> in_layer(Layers& all, std::uint32_t layer, Use&& use) noexcept {
+    if (layer >= all.size()) return error{error_code::out_of_range, "the draft cache has no such layer", layer};
+    const result<void> outcome = std::visit(use, all[layer]);
     return outcome ? outcome : result<void>(outcome.error().at_layer(layer));
   }
 

@@ -2,13 +2,13 @@
 #pragma once
 
 #include <algorithm>
-#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <span>
 #include <utility>
 #include <vector>
 
+#include <kvexact/compression/attention.hpp>
 #include <kvexact/compression/buffer.hpp>
 #include <kvexact/compression/compressor.hpp>
 #include <kvexact/compression/quantiser.hpp>
@@ -130,15 +130,8 @@ class quantised {
       std::vector<float> scratch(std::max({key_format_.scratch_floats(), value_format_.scratch_floats(), std::size_t{shape_.value_dim}}));
       for (std::size_t q = 0; q < queries; ++q) {
         score(head, call.queries.subspan(q * shape_.key_dim, shape_.key_dim), scores, work, scratch);
-        const float most = *std::max_element(scores.begin(), scores.begin() + static_cast<std::ptrdiff_t>(count));
-        double mass = 0;
-        for (std::size_t i = 0; i < count; ++i) {
-          scores[i] = std::exp(scores[i] - most);
-          mass += static_cast<double>(scores[i]);
-        }
-        for (std::size_t i = 0; i < count; ++i) scores[i] = static_cast<float>(static_cast<double>(scores[i]) / mass);
+        call.log_mass[q] = detail::softmax(std::span(scores).first(count));
         sum(head, scores, call.out.subspan(q * shape_.value_dim, shape_.value_dim), work, scratch);
-        call.log_mass[q] = static_cast<float>(static_cast<double>(most) + std::log(mass));
       }
     } catch (...) {
       return error{error_code::out_of_memory, "scratch memory"};
