@@ -53,7 +53,7 @@ class draft_layer_of final : public draft_layer {
       if (cache_.observes(position)) {
         weights_.resize(call.log_mass.size() * cache_.entries(head));
         const auto attended = attend_materialised(cache_, head, call, weights_);
-        return attended ? cache_.observe({head, position, weights_}) : attended;
+        return attended ? cache_.observe({head, position, weights_, call.queries}) : attended;
       }
     }
     return kvexact::attend(cache_, head, call);

@@ -97,7 +97,9 @@ void observe_newest(C& cache, const example_layer& layer) {
     const std::uint64_t position = cache.length() - 1;
     for (std::uint32_t head = 0; head < layer.shape.kv_heads; ++head) {
       const auto weights = layer.attention(position, head, state_of(cache, head).positions);
-      REQUIRE(cache.observe({head, position, weights}));
+      const std::size_t each = std::size_t{layer.query_heads} * layer.shape.key_dim;
+      const auto queries = std::span(layer.queries).subspan((position * layer.shape.kv_heads + head) * each, each);
+      REQUIRE(cache.observe({head, position, weights, queries}));
     }
   }
 }

@@ -27,10 +27,20 @@ inline float softmax(std::span<float> scores) noexcept {
   return static_cast<float>(static_cast<double>(most) + std::log(mass));
 }
 
+/// Adds what the same query finds in other positions: `out` [value_dim] and `log_mass` of both, each weighted by its mass. A log_mass of
+/// -infinity stands for no positions.
+inline void merge_attention(std::span<float> out, float& log_mass, std::span<const float> other, float other_mass) noexcept {
+  const float most = std::max(log_mass, other_mass);
+  if (std::isinf(most)) return;
+  const float mine = std::exp(log_mass - most), theirs = std::exp(other_mass - most);
+  for (std::size_t c = 0; c < out.size(); ++c) out[c] = (mine * out[c] + theirs * other[c]) / (mine + theirs);
+  log_mass = most + std::log(mine + theirs);
+}
+
 }  // namespace detail
 
-/// Attention over what a compressor gives back of a head. `weights` [query heads, entries], if not empty, receives the softmax, for
-/// `observes_attention`. Errors: shape_mismatch (sizes), invalid_argument (nothing to attend to), out_of_memory.
+/// Attention over what a compressor gives back of a head, and what it summarises. `weights` [query heads, entries], if not empty, receives
+/// the softmax over the entries, for `observes_attention`. Errors: shape_mismatch (sizes), invalid_argument (nothing to attend to), out_of_memory.
 template <layer_compressor C>
 [[nodiscard]] result<void> attend_materialised(const C& cache, std::uint32_t head, const attention_call& call,
                                                std::span<float> weights = {}) noexcept {
@@ -58,6 +68,13 @@ template <layer_compressor C>
         if (!weights.empty()) weights[q * count + i] = scores[i];
         for (std::size_t c = 0; c < value_dim; ++c) out[c] += scores[i] * values[i * value_dim + c];
       }
+    }
+    if constexpr (summarises_attention<C>) {
+      std::vector<float> other(queries * value_dim), mass(queries);
+      const auto summarised = cache.summarise(head, {call.queries, other, mass});
+      if (!summarised) return summarised;
+      for (std::size_t q = 0; q < queries; ++q)
+        detail::merge_attention(call.out.subspan(q * value_dim, value_dim), call.log_mass[q], std::span(other).subspan(q * value_dim, value_dim), mass[q]);
     }
   } catch (...) {
     return error{error_code::out_of_memory, "scratch memory"};

@@ -59,19 +59,29 @@ struct attention_call {
   std::span<float> log_mass;
 };
 
-/// A compressor on which attention runs without materialising: `attend(head, call)` equals attention over `materialise(head)` but for
-/// rounding. Errors: shape_mismatch (sizes of the call's spans), invalid_argument (nothing to attend to), out_of_memory.
+/// A compressor that answers for some of its positions as a whole, which are not among `entries` any more: `summarise(head, call)` is what
+/// attention over them alone would give, approximately; -infinity for `log_mass`, and 0 for `out`, where there are none. Attention over the
+/// cache is attention over the entries and this, each with its mass. Errors: shape_mismatch (sizes of the call's spans).
+template <class C>
+concept summarises_attention = layer_compressor<C> && requires(const C& cache, std::uint32_t head, const attention_call& call) {
+  { cache.summarise(head, call) } noexcept -> std::same_as<result<void>>;
+};
+
+/// A compressor on which attention runs without materialising: `attend(head, call)` equals attention over `materialise(head)`, and
+/// `summarise(head)` if it has that, but for rounding. Errors: shape_mismatch (sizes of the call's spans), invalid_argument (nothing to attend to), out_of_memory.
 template <class C>
 concept attends_on_codes = layer_compressor<C> && requires(const C& cache, std::uint32_t head, const attention_call& call) {
   { cache.attend(head, call) } noexcept -> std::same_as<result<void>>;
 };
 
 /// What a token paid attention to: `weights` [query heads of one KV head, entries], each row a softmax over the head's entries at the time
-/// of the call, in their order; `position` of the query. Weights are not negative; rows sum to 1 but for rounding.
+/// of the call, in their order; `position` of the query. Weights are not negative; rows sum to 1 but for rounding. `queries`, as in
+/// `attention_call`, are read by compressors that fit a summary only.
 struct attention_rows {
   std::uint32_t head = 0;
   std::uint64_t position = 0;
   std::span<const float> weights;
+  std::span<const float> queries = {};
 };
 
 /// A compressor that decides by attention what to keep. After each token has been appended, and before the next one is, the engine hands
@@ -82,6 +92,14 @@ template <class C>
 concept observes_attention = layer_compressor<C> && requires(C& cache, std::uint64_t position, const attention_rows& rows) {
   { cache.observes(position) } noexcept -> std::same_as<bool>;
   { cache.observe(rows) } noexcept -> std::same_as<result<void>>;
+};
+
+/// A compressor that can be told to keep the next tokens whole, and to compress them again, from any token on. Each token stays as it was
+/// taken: what was dropped of earlier ones does not come back. Truncation does not change the mode.
+template <class C>
+concept switchable = layer_compressor<C> && requires(C& cache, const C& constant, bool whole) {
+  { cache.keep_whole(whole) } noexcept -> std::same_as<void>;
+  { constant.keeps_whole() } noexcept -> std::same_as<bool>;
 };
 
 }  // namespace kvexact
