@@ -26,6 +26,9 @@
 #include <kvexact/compression/compressor.hpp>
 #include <kvexact/compression/draft_cache.hpp>
 #include <kvexact/compression/dropper.hpp>
+#include <kvexact/compression/echo_calibration.hpp>
+#include <kvexact/compression/echo_kv.hpp>
+#include <kvexact/compression/group_compressor.hpp>
 #include <kvexact/compression/h2o.hpp>
 #include <kvexact/compression/hadamard_avx512.hpp>
 #include <kvexact/compression/kivi.hpp>
@@ -47,6 +50,7 @@
 #include <kvexact/compression/turbo_quant_avx512.hpp>
 #include <kvexact/compression/turbo_quant_product.hpp>
 #include <kvexact/compression/uncompressed.hpp>
+#include <kvexact/compression/unrotated_keys.hpp>
 #include <kvexact/core/config.hpp>
 #include <kvexact/core/instruction_set.hpp>
 #include <kvexact/core/intrinsics.hpp>

@@ -3,6 +3,7 @@
 #include <vector>
 
 #include <kvexact/compression/centred.hpp>
+#include <kvexact/compression/echo_calibration.hpp>
 #include <kvexact/compression/h2o.hpp>
 #include <kvexact/compression/kivi.hpp>
 #include <kvexact/compression/kvarn.hpp>
@@ -18,6 +19,7 @@
 #include <kvexact/compression/uncompressed.hpp>
 
 #include "any_compressor.hpp"
+#include "whole_group.hpp"
 
 namespace kvexact::test {
 
@@ -42,6 +44,15 @@ std::vector<std::uint32_t> some_channels(std::uint32_t heads) {
 }
 dropper_options small_dropper(std::uint32_t query_heads) {
   return {.sinks = 2, .budget = 10, .window = 6, .interval = 8, .max_rollback = 7, .query_heads = query_heads};
+}
+
+/// Three layers alike, half of the channels kept.
+std::shared_ptr<const echo_group> some_echo(const layer_shape& shape) {
+  const example_layer layer(shape, 1, 400, 19);
+  const std::vector<layer_tensors<const bf16>> rows(3, layer.rows(0));
+  auto calibration = *echo_calibration<bf16>::make(std::vector(3, shape), *rotary::from_base(rotary_pairing::interleaved, 6, 1000.0));
+  REQUIRE(calibration.add(rows, 0, 400));
+  return *calibration.fit({.kept_keys = shape.channels(cache_part::key) / 2, .kept_values = shape.channels(cache_part::value) / 2});
 }
 
 }  // namespace
@@ -77,6 +88,7 @@ const std::vector<listed_compressor>& all_compressors() {
          return made<quantised<bf16, kvarn<4, cache_part::key>, kvarn<2, cache_part::value>>>(
              s, {.keys = {.group_tokens = 16}, .values = {.group_tokens = 16}, .sinks = 16, .tail = 16});
        }},
+      {"EchoKV", [](const layer_shape& s, std::uint32_t) { return made<whole_group<echo_kv<bf16>, 3>>(s, {.maps = some_echo(s)}); }},
       {"StreamingLLM", [](const layer_shape& s, std::uint32_t) { return made<streaming_llm<bf16>>(s, {.sinks = 2, .window = 16, .interval = 8, .max_rollback = 7}); }},
       {"H2O", [](const layer_shape& s, std::uint32_t q) { return made<h2o<bf16>>(s, small_dropper(q)); }},
       {"SnapKV", [](const layer_shape& s, std::uint32_t q) { return made<snap_kv<bf16>>(s, {.eviction = small_dropper(q)}); }},

@@ -10,6 +10,7 @@
 
 #include <kvexact/compression/compressor.hpp>
 #include <kvexact/core/result.hpp>
+#include <kvexact/tensor/cache_shape.hpp>
 
 namespace kvexact {
 
@@ -25,6 +26,15 @@ inline float softmax(std::span<float> scores) noexcept {
   }
   for (float& each : scores) each = static_cast<float>(static_cast<double>(each) / mass);
   return static_cast<float>(static_cast<double>(most) + std::log(mass));
+}
+
+/// Whether a call fits a head of `entries` entries; see `attends_on_codes` for the errors.
+[[nodiscard]] inline result<void> expect_call(const layer_shape& shape, std::uint32_t head, std::size_t entries, const attention_call& call) noexcept {
+  const std::size_t queries = call.log_mass.size();
+  if (head >= shape.kv_heads || queries == 0 || call.queries.size() != queries * shape.key_dim || call.out.size() != queries * shape.value_dim)
+    return error{error_code::shape_mismatch, "queries or room for the outcome of attention have another size"};
+  if (entries == 0) return error{error_code::invalid_argument, "attention over no tokens"};
+  return {};
 }
 
 /// Adds what the same query finds in other positions: `out` [value_dim] and `log_mass` of both, each weighted by its mass. A log_mass of
@@ -46,10 +56,10 @@ template <layer_compressor C>
                                                std::span<float> weights = {}) noexcept {
   const std::size_t queries = call.log_mass.size(), count = cache.entries(head);
   const std::size_t key_dim = cache.shape().key_dim, value_dim = cache.shape().value_dim;
-  if (queries == 0 || call.queries.size() != queries * key_dim || call.out.size() != queries * value_dim ||
-      (!weights.empty() && weights.size() != queries * count))
-    return error{error_code::shape_mismatch, "queries or room for the outcome of attention have another size"};
-  if (count == 0) return error{error_code::invalid_argument, "attention over no tokens"};
+  const auto usable = detail::expect_call(cache.shape(), head, count, call);
+  if (!usable) return usable;
+  if (!weights.empty() && weights.size() != queries * count)
+    return error{error_code::shape_mismatch, "room for the weights of attention has another size"};
   try {
     std::vector<std::uint64_t> positions(count);
     std::vector<float> keys(count * key_dim), values(count * value_dim), scores(count);

@@ -120,9 +120,8 @@ class quantised {
     requires computes_on_codes<Keys> && computes_on_codes<Values>
   {
     const std::size_t queries = call.log_mass.size();
-    if (head >= shape_.kv_heads || queries == 0 || call.queries.size() != queries * shape_.key_dim || call.out.size() != queries * shape_.value_dim)
-      return error{error_code::shape_mismatch, "queries or room for the outcome of attention have another size"};
-    if (length_ == 0) return error{error_code::invalid_argument, "attention over no tokens"};
+    const auto usable = detail::expect_call(shape_, head, entries(head), call);
+    if (!usable) return usable;
     try {
       const auto count = static_cast<std::size_t>(length_);
       std::vector<float> scores(count + std::max(key_format_.group_tokens(), value_format_.group_tokens()));
