@@ -23,12 +23,14 @@
 #include <kvexact/compression/attention.hpp>
 #include <kvexact/compression/buffer.hpp>
 #include <kvexact/compression/centred.hpp>
+#include <kvexact/compression/channel_statistics.hpp>
 #include <kvexact/compression/compressor.hpp>
 #include <kvexact/compression/draft_cache.hpp>
 #include <kvexact/compression/dropper.hpp>
 #include <kvexact/compression/echo_calibration.hpp>
 #include <kvexact/compression/echo_kv.hpp>
 #include <kvexact/compression/group_compressor.hpp>
+#include <kvexact/compression/eviction_rule.hpp>
 #include <kvexact/compression/h2o.hpp>
 #include <kvexact/compression/hadamard_avx512.hpp>
 #include <kvexact/compression/kivi.hpp>
@@ -40,6 +42,7 @@
 #include <kvexact/compression/quantiser.hpp>
 #include <kvexact/compression/rest_kv.hpp>
 #include <kvexact/compression/rotation.hpp>
+#include <kvexact/compression/row_format.hpp>
 #include <kvexact/compression/rows.hpp>
 #include <kvexact/compression/scale.hpp>
 #include <kvexact/compression/scaled_float.hpp>

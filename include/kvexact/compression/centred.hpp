@@ -16,7 +16,7 @@
 namespace kvexact {
 
 /// Any quantiser on what is left when the given mean of every channel has been taken off. Keys of most models have channels whose mean is far
-/// larger than what varies: a norm or a scale over channels then serves the means. The means are calibrated (`channel_means`) and shared by all
+/// larger than what varies: a norm or a scale over channels then serves the means. The means are calibrated (`channel_statistics`) and shared by all
 /// sequences.
 template <class Inner>
 class centred {

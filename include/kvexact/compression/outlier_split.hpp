@@ -16,7 +16,7 @@ namespace kvexact {
 
 /// Some channels in one format, the rest in another: outliers with more bits. TurboQuant's "2.5 bits" are
 /// outlier_split<turbo_quant<3>, turbo_quant<2>> with 32 of 128 channels: 2.25 bits and two norms. Which channels is calibrated
-/// (`loudest_channels`) and shared by all sequences.
+/// (`channel_statistics`) and shared by all sequences.
 template <class Outliers, class Rest>
 class outlier_split {
  public:
