@@ -122,9 +122,19 @@ TEST_CASE("turbo_quant: scale changes nothing but the norm") {
 }
 
 TEST_CASE("turbo_quant: the same bytes everywhere") {
-  CHECK(pinned_hash(made<4>(64)) == 0xb53e2cc91a990446U);
-  CHECK(pinned_hash(made<3>(128)) == 0x0177e2ce3ac13f6fU);
-  CHECK(pinned_hash(made<2>(80)) == 0xdd3875cacb10fa54U);
+  const auto check = [](const auto& format, std::uint64_t packed, std::uint64_t unpacked) {
+    CAPTURE(format.dim());
+    CHECK(pinned_hash(format) == packed);
+    const std::vector<float> back = through(format, portable_values(std::size_t{64} * format.dim(), 99));
+    CHECK(checksum(std::as_bytes(std::span(back))) == unpacked);
+  };
+  check(made<1>(32), 0xe303af287931f736U, 0x3968a37f96cb61baU);
+  check(made<4>(64), 0xb53e2cc91a990446U, 0x2e907ea6ad3d5d97U);
+  check(made<2>(80), 0xdd3875cacb10fa54U, 0x2da6f8b7a2fb076fU);
+  check(made<2>(96, {}, true), 0x749b70ac10d860b3U, 0x773df387a6b81223U);
+  check(made<3>(128), 0x0177e2ce3ac13f6fU, 0x9e4d37edf1eee863U);
+  check(made<3>(192), 0xd9344d3691ec0b4cU, 0xaf72ed7f840b7b01U);
+  check(made<4>(256), 0x9289cccfd056819fU, 0xee6bf839a581cd90U);
 }
 
 TEST_CASE("turbo_quant: unusable options") {

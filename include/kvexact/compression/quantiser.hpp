@@ -20,7 +20,8 @@ namespace kvexact {
 /// - `scratch_floats()`: size of the scratch memory that both need; what it holds means nothing.
 ///
 /// Exactness: the same values give the same bytes with every compiler, instruction set and number of groups a call, from the same tables.
-/// (Tables of TurboQuant come from the C library's `pow`, Haar matrices from its logarithm and cosine: these may differ in a last bit.)
+/// (Tables of TurboQuant come from the C library's exponential and logarithm, Haar matrices from its logarithm and cosine: these may differ in a last
+/// bit.)
 template <class Q>
 concept quantiser = std::copy_constructible<Q> && requires(const Q& format, std::uint32_t number, const typename Q::options& options,
                                                            std::span<const float> values, std::span<std::byte> packed,

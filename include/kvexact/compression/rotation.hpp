@@ -79,6 +79,12 @@ class orthonormal_rotation {
 
   [[nodiscard]] std::uint32_t dim() const noexcept { return dim_; }
   [[nodiscard]] std::size_t scratch_floats() const noexcept { return dim_; }
+  [[nodiscard]] rotation_kind kind() const noexcept { return kind_; }
+  [[nodiscard]] std::uint32_t rounds() const noexcept { return rounds_; }
+  /// What a transform is multiplied with: 1 / sqrt(2^floor(log2(dim))).
+  [[nodiscard]] float norm() const noexcept { return norm_; }
+  /// Signs [rounds, dim] of hadamard, 1 or -1; the matrix [dim, dim] of haar.
+  [[nodiscard]] const std::vector<float>& table() const noexcept { return *table_; }
 
   /// Rotates a vector [dim] in place.
   KVEXACT_ALWAYS_INLINE void forward(float* vector, float* scratch) const noexcept {
@@ -100,31 +106,25 @@ class orthonormal_rotation {
   }
 
 #ifdef KVEXACT_TARGET_AVX512
-  /// The same bits by AVX-512.
-  KVEXACT_TARGET_AVX512 KVEXACT_ALWAYS_INLINE void forward_avx512(float* vector, float* scratch) const noexcept {
-    if (kind_ == rotation_kind::haar || block_ < 16) return forward(vector, scratch);
+  /// Registers that a vector fills; 0 if it is not rotated by the functions below.
+  [[nodiscard]] std::size_t avx512_registers() const noexcept { return kind_ == rotation_kind::hadamard && dim_ % 16 == 0 ? dim_ / 16 : 0; }
+  /// The same bits, of a vector in registers.
+  template <std::size_t Registers>
+  KVEXACT_TARGET_AVX512 KVEXACT_ALWAYS_INLINE void forward_avx512(__m512 (&vector)[Registers]) const noexcept {
+    constexpr std::size_t block = std::bit_floor(Registers);
     for (std::size_t r = 0; r < rounds_; ++r) {
-      const float* const signs = table_->data() + r * dim_;
-      if (block_ == dim_) {
-        detail::hadamard_avx512::transform(vector, block_, norm_, signs, nullptr);
-      } else {
-        flip(vector, r);
-        detail::hadamard_avx512::transform(vector, block_, norm_, nullptr, nullptr);
-        detail::hadamard_avx512::transform(vector + (dim_ - block_), block_, norm_, nullptr, nullptr);
-      }
+      flip_avx512(vector, r);
+      detail::hadamard_avx512::transform<block>(vector, _mm512_set1_ps(norm_));
+      if constexpr (block != Registers) detail::hadamard_avx512::transform<block>(vector + (Registers - block), _mm512_set1_ps(norm_));
     }
   }
-  KVEXACT_TARGET_AVX512 KVEXACT_ALWAYS_INLINE void backward_avx512(float* vector, float* scratch) const noexcept {
-    if (kind_ == rotation_kind::haar || block_ < 16) return backward(vector, scratch);
+  template <std::size_t Registers>
+  KVEXACT_TARGET_AVX512 KVEXACT_ALWAYS_INLINE void backward_avx512(__m512 (&vector)[Registers]) const noexcept {
+    constexpr std::size_t block = std::bit_floor(Registers);
     for (std::size_t r = rounds_; r-- > 0;) {
-      const float* const signs = table_->data() + r * dim_;
-      if (block_ == dim_) {
-        detail::hadamard_avx512::transform(vector, block_, norm_, nullptr, signs);
-      } else {
-        detail::hadamard_avx512::transform(vector + (dim_ - block_), block_, norm_, nullptr, nullptr);
-        detail::hadamard_avx512::transform(vector, block_, norm_, nullptr, nullptr);
-        flip(vector, r);
-      }
+      if constexpr (block != Registers) detail::hadamard_avx512::transform<block>(vector + (Registers - block), _mm512_set1_ps(norm_));
+      detail::hadamard_avx512::transform<block>(vector, _mm512_set1_ps(norm_));
+      flip_avx512(vector, r);
     }
   }
 #endif
@@ -149,22 +149,39 @@ class orthonormal_rotation {
       double* const row = rows.data() + i * n;
       for (int pass = 0; pass < 2; ++pass) {
         for (std::size_t j = 0; j < i; ++j) {
-          double product = 0;
-          for (std::size_t c = 0; c < n; ++c) product += row[c] * rows[j * n + c];
-          for (std::size_t c = 0; c < n; ++c) row[c] -= product * rows[j * n + c];
+          const double* const other = rows.data() + j * n;
+          const double product = product_of(row, other, n);
+          for (std::size_t c = 0; c < n; ++c) row[c] -= product * other[c];
         }
       }
-      double squares = 0;
-      for (std::size_t c = 0; c < n; ++c) squares += row[c] * row[c];
-      for (std::size_t c = 0; c < n; ++c) row[c] /= std::sqrt(squares);
+      const double norm = std::sqrt(product_of(row, row, n));
+      for (std::size_t c = 0; c < n; ++c) row[c] /= norm;
     }
     return std::vector<float>(rows.begin(), rows.end());
+  }
+  /// By eight sums, which do not wait for one another.
+  [[nodiscard]] static double product_of(const double* a, const double* b, std::size_t count) noexcept {
+    constexpr std::size_t lanes = 8;
+    double sums[lanes] = {}, total = 0;
+    std::size_t c = 0;
+    for (; c + lanes <= count; c += lanes)
+      for (std::size_t lane = 0; lane < lanes; ++lane) sums[lane] += a[c + lane] * b[c + lane];
+    for (; c < count; ++c) total += a[c] * b[c];
+    for (const double sum : sums) total += sum;
+    return total;
   }
 
   KVEXACT_ALWAYS_INLINE void flip(float* vector, std::size_t round) const noexcept {
     const float* const signs = table_->data() + round * dim_;
     for (std::size_t c = 0; c < dim_; ++c) vector[c] *= signs[c];
   }
+#ifdef KVEXACT_TARGET_AVX512
+  template <std::size_t Registers>
+  KVEXACT_TARGET_AVX512 KVEXACT_ALWAYS_INLINE void flip_avx512(__m512 (&vector)[Registers], std::size_t round) const noexcept {
+    const float* const signs = table_->data() + round * dim_;
+    for (std::size_t r = 0; r < Registers; ++r) vector[r] = _mm512_mul_ps(vector[r], _mm512_loadu_ps(signs + 16 * r));
+  }
+#endif
   /// Every stage adds and subtracts neighbours and shuffles all places alike, which compilers turn into vector instructions.
   KVEXACT_ALWAYS_INLINE void transform(float* vector, float* scratch) const noexcept {
     float* from = vector;

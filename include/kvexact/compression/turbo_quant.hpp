@@ -52,6 +52,11 @@ class turbo_quant {
   [[nodiscard]] std::size_t packed_bytes() const noexcept { return code_bytes() + 2; }
   /// Expected squared error of a unit vector (a random rotation, the norm exact).
   [[nodiscard]] double distortion() const noexcept { return distortion_; }
+  [[nodiscard]] const orthonormal_rotation& rotation() const noexcept { return rotation_; }
+  /// Of each code, for a unit vector; and the magnitudes from which on the next one is taken, the last of which means nothing.
+  [[nodiscard]] const std::array<float, (std::size_t{1} << Bits)>& values() const noexcept { return values_; }
+  [[nodiscard]] const std::array<float, (std::size_t{1} << (Bits - 1))>& thresholds() const noexcept { return thresholds_; }
+  [[nodiscard]] bool unbiased() const noexcept { return unbiased_; }
   [[nodiscard]] std::size_t scratch_floats() const noexcept { return 2 * std::size_t{dim()} + (std::size_t{dim()} + 3) / 4; }
 
   std::uint64_t pack(std::uint32_t, std::span<const float> values, std::span<std::byte> packed, std::span<float> scratch) const noexcept {
@@ -95,6 +100,17 @@ class turbo_quant {
 
   [[nodiscard]] KVEXACT_ALWAYS_INLINE std::size_t code_bytes() const noexcept { return detail::packed_code_bytes(rotation_.dim(), Bits); }
 
+#ifdef KVEXACT_TARGET_AVX512
+  /// Usual numbers of channels, in registers of 16: 32, 64, 80, 96, 128, 192, 256. Others go the plain way.
+  using usual_registers = std::index_sequence<2, 4, 5, 6, 8, 12, 16>;
+  /// Calls Kernel::in_registers<n>(arguments...) for vectors that fill n registers, if n is usual; whether it did.
+  template <class Kernel, std::size_t... Registers, class... Arguments>
+  [[nodiscard]] bool run_in_registers(std::index_sequence<Registers...>, Arguments&&... arguments) const noexcept {
+    const std::size_t filled = rotation_.avx512_registers();
+    return ((filled == Registers && (Kernel::template in_registers<Registers>(arguments...), true)) || ...);
+  }
+#endif
+
   struct pack_kernel {
     KVEXACT_ALWAYS_INLINE static void run(const turbo_quant& by, std::span<const float> values, std::byte* packed, float* scratch,
                                           std::uint64_t& saturated) noexcept {
@@ -103,13 +119,13 @@ class turbo_quant {
       auto* const codes = reinterpret_cast<std::uint8_t*>(scratch + 2 * dim);
       for (const float* from = values.data(); from != values.data() + values.size(); from += dim, packed += by.packed_bytes()) {
         double squares[norm_lanes] = {};
-        add_squares(from, 0, dim, squares);
+        add_squares(from, dim, squares);
         const float norm = norm_of(squares);
         for (std::size_t c = 0; c < dim; ++c) rotated[c] = from[c];
         by.rotation_.forward(rotated, scratch + dim);
         float limits[half];
         by.scale_thresholds(norm, limits);
-        code(rotated, 0, dim, limits, codes);
+        code(rotated, dim, limits, codes);
         detail::pack_codes<Bits>(codes, dim, packed);
         by.store_norm(rotated, codes, norm, packed, saturated);
       }
@@ -117,33 +133,40 @@ class turbo_quant {
 #ifdef KVEXACT_TARGET_AVX512
     KVEXACT_TARGET_AVX512 static void run_avx512(const turbo_quant& by, std::span<const float> values, std::byte* packed, float* scratch,
                                                  std::uint64_t& saturated) noexcept {
-      const std::size_t dim = by.rotation_.dim(), whole = dim / 16 * 16;
-      float* const rotated = scratch;
-      auto* const codes = reinterpret_cast<std::uint8_t*>(scratch + 2 * dim);
+      if constexpr (Bits <= 4)
+        if (by.template run_in_registers<pack_kernel>(usual_registers{}, by, values, packed, scratch, saturated)) return;
+      run(by, values, packed, scratch, saturated);
+    }
+    template <std::size_t Registers>
+    KVEXACT_TARGET_AVX512 static void in_registers(const turbo_quant& by, std::span<const float> values, std::byte* packed, float* scratch,
+                                                   std::uint64_t& saturated) noexcept {
+      using avx512 = detail::turbo_quant_avx512;
+      constexpr std::size_t dim = 16 * Registers;
+      auto* const codes = reinterpret_cast<std::uint8_t*>(scratch + dim);
+      const __m512 tree = avx512::tree<Bits>(by.thresholds_.data());
       for (const float* from = values.data(); from != values.data() + values.size(); from += dim, packed += by.packed_bytes()) {
-        double squares[norm_lanes] = {};
-        detail::turbo_quant_avx512::squares(from, whole, squares);
-        add_squares(from, whole, dim, squares);
+        double squares[norm_lanes];
+        avx512::squares(from, dim, squares);
         const float norm = norm_of(squares);
-        for (std::size_t c = 0; c < dim; ++c) rotated[c] = from[c];
-        by.rotation_.forward_avx512(rotated, scratch + dim);
-        float limits[half];
-        by.scale_thresholds(norm, limits);
-        detail::turbo_quant_avx512::code(rotated, whole, limits, static_cast<int>(half), codes);
-        code(rotated, whole, dim, limits, codes);
-        if (Bits == 4 && whole == dim) {
-          detail::turbo_quant_avx512::pack_4(codes, dim, packed);
-        } else {
-          detail::pack_codes<Bits>(codes, dim, packed);
+        __m512 rotated[Registers];
+        for (std::size_t r = 0; r < Registers; ++r) rotated[r] = _mm512_loadu_ps(from + 16 * r);
+        by.rotation_.forward_avx512(rotated);
+        const __m512 limits = _mm512_mul_ps(tree, _mm512_set1_ps(norm));
+        for (std::size_t r = 0; r < Registers; ++r) {
+          const __m128i found = avx512::code<Bits>(rotated[r], limits);
+          avx512::pack<Bits>(found, packed + r * 2 * Bits);
+          if (!by.unbiased_) continue;
+          _mm512_storeu_ps(scratch + 16 * r, rotated[r]);
+          _mm_storeu_si128(reinterpret_cast<__m128i*>(codes + 16 * r), found);
         }
-        by.store_norm(rotated, codes, norm, packed, saturated);
+        by.store_norm(scratch, codes, norm, packed, saturated);
       }
     }
 #endif
   };
   /// Squares of floats are exact in double, so that fused or not, each of the partial sums has the same bits.
-  KVEXACT_ALWAYS_INLINE static void add_squares(const float* vector, std::size_t begin, std::size_t end, double* sums) noexcept {
-    for (std::size_t c = begin; c < end; ++c) sums[c % norm_lanes] += double{vector[c]} * double{vector[c]};
+  KVEXACT_ALWAYS_INLINE static void add_squares(const float* vector, std::size_t dim, double* sums) noexcept {
+    for (std::size_t c = 0; c < dim; ++c) sums[c % norm_lanes] += double{vector[c]} * double{vector[c]};
   }
   [[nodiscard]] KVEXACT_ALWAYS_INLINE static float norm_of(const double* squares) noexcept {
     double sum = 0;
@@ -154,9 +177,8 @@ class turbo_quant {
     for (std::size_t k = 0; k + 1 < half; ++k) limits[k] = thresholds_[k] * norm;
   }
   /// Nearest values of rotated channels, by magnitude; the top half of the codes is positive.
-  KVEXACT_ALWAYS_INLINE static void code(const float* rotated, std::size_t begin, std::size_t end, const float* limits,
-                                         std::uint8_t* codes) noexcept {
-    for (std::size_t c = begin; c < end; ++c) {
+  KVEXACT_ALWAYS_INLINE static void code(const float* rotated, std::size_t dim, const float* limits, std::uint8_t* codes) noexcept {
+    for (std::size_t c = 0; c < dim; ++c) {
       const float magnitude = rotated[c] < 0 ? -rotated[c] : rotated[c];
       std::int32_t found = half;
       for (std::size_t k = 0; k + 1 < half; ++k) found += magnitude >= limits[k] ? 1 : 0;
@@ -190,20 +212,20 @@ class turbo_quant {
 #ifdef KVEXACT_TARGET_AVX512
     KVEXACT_TARGET_AVX512 static void run_avx512(const turbo_quant& by, const std::byte* packed, std::span<float> values,
                                                  float* scratch) noexcept {
-      const std::size_t dim = by.rotation_.dim(), whole = Bits <= 4 ? dim / 16 * 16 : 0;
-      auto* const codes = reinterpret_cast<std::uint8_t*>(scratch + dim);
-      for (float* to = values.data(); to != values.data() + values.size(); to += dim, packed += by.packed_bytes()) {
-        const float norm = detail::load_fp16(packed + by.code_bytes());
-        float scaled[2 * half < 16 ? 16 : 2 * half];
-        for (std::size_t k = 0; k < 2 * half; ++k) scaled[k] = by.values_[k] * norm;
-        if (Bits == 4 && whole == dim) {
-          detail::turbo_quant_avx512::look_up_4(packed, dim, scaled, to);
-        } else {
-          detail::unpack_codes<Bits>(packed, dim, codes);
-          detail::turbo_quant_avx512::look_up(codes, whole, scaled, to);
-          for (std::size_t c = whole; c < dim; ++c) to[c] = scaled[codes[c]];
-        }
-        by.rotation_.backward_avx512(to, scratch);
+      if constexpr (Bits <= 4)
+        if (by.template run_in_registers<unpack_kernel>(usual_registers{}, by, packed, values)) return;
+      run(by, packed, values, scratch);
+    }
+    template <std::size_t Registers>
+    KVEXACT_TARGET_AVX512 static void in_registers(const turbo_quant& by, const std::byte* packed, std::span<float> values) noexcept {
+      using avx512 = detail::turbo_quant_avx512;
+      const __m512 table = _mm512_maskz_loadu_ps((1U << (2 * half)) - 1, by.values_.data());
+      for (float* to = values.data(); to != values.data() + values.size(); to += 16 * Registers, packed += by.packed_bytes()) {
+        const __m512 scaled = _mm512_mul_ps(table, _mm512_set1_ps(detail::load_fp16(packed + by.code_bytes())));
+        __m512 vector[Registers];
+        for (std::size_t r = 0; r < Registers; ++r) vector[r] = avx512::look_up<Bits>(packed + r * 2 * Bits, scaled);
+        by.rotation_.backward_avx512(vector);
+        for (std::size_t r = 0; r < Registers; ++r) _mm512_storeu_ps(to + 16 * r, vector[r]);
       }
     }
 #endif
