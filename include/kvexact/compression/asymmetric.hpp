@@ -62,6 +62,7 @@ class asymmetric {
   }
 
   [[nodiscard]] std::uint32_t dim() const noexcept { return dim_; }
+  [[nodiscard]] std::uint32_t group_channels() const noexcept { return group_; }
   [[nodiscard]] std::uint32_t group_tokens() const noexcept { return 1; }
   [[nodiscard]] std::size_t packed_bytes() const noexcept { return code_bytes() + 4 * groups(); }
   [[nodiscard]] std::size_t scratch_floats() const noexcept { return (std::size_t{dim_} + 3) / 4; }

@@ -28,7 +28,7 @@ namespace kvexact::detail {
 }
 
 /// Little-endian bytes of the stored numbers.
-KVEXACT_ALWAYS_INLINE void store_fp16(std::byte* at, fp16 value) noexcept {
+KVEXACT_ALWAYS_INLINE KVEXACT_HOST_DEVICE void store_fp16(std::byte* at, fp16 value) noexcept {
   at[0] = static_cast<std::byte>(value.bits & 0xff);
   at[1] = static_cast<std::byte>(value.bits >> 8);
 }
@@ -38,6 +38,6 @@ KVEXACT_ALWAYS_INLINE void store_fp16(std::byte* at, fp16 value) noexcept {
 
 /// The nearest integer, ties to even, of |value| < 2^22. Adding and subtracting 1.5 * 2^23 does it in whatever vectors the compiler uses; the
 /// argument must come from a division, since a product could be fused with the addition, which would round once instead of twice.
-[[nodiscard]] KVEXACT_ALWAYS_INLINE float round_quotient(float value) noexcept { return (value + 12582912.0F) - 12582912.0F; }
+[[nodiscard]] KVEXACT_ALWAYS_INLINE KVEXACT_HOST_DEVICE float round_quotient(float value) noexcept { return (value + 12582912.0F) - 12582912.0F; }
 
 }  // namespace kvexact::detail

@@ -34,6 +34,7 @@ class scaled_float {
   }
 
   [[nodiscard]] std::uint32_t dim() const noexcept { return dim_; }
+  [[nodiscard]] const options& chosen() const noexcept { return options_; }
   [[nodiscard]] std::uint32_t group_tokens() const noexcept { return 1; }
   [[nodiscard]] std::size_t packed_bytes() const noexcept { return dim_ + 2 * groups_; }
   [[nodiscard]] std::size_t scratch_floats() const noexcept { return 0; }

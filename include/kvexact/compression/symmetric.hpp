@@ -34,6 +34,7 @@ class symmetric {
   }
 
   [[nodiscard]] std::uint32_t dim() const noexcept { return dim_; }
+  [[nodiscard]] std::uint32_t group_channels() const noexcept { return group_; }
   [[nodiscard]] std::uint32_t group_tokens() const noexcept { return 1; }
   [[nodiscard]] std::size_t packed_bytes() const noexcept { return code_bytes() + 2 * groups(); }
   [[nodiscard]] std::size_t scratch_floats() const noexcept { return (std::size_t{dim_} + 3) / 4; }

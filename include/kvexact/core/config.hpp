@@ -22,6 +22,13 @@
 #define KVEXACT_NO_INLINE
 #endif
 
+/// KVEXACT_HOST_DEVICE: on functions that kernels call, too. Other compilers than nvcc compile the same function for the host.
+#ifdef __CUDACC__
+#define KVEXACT_HOST_DEVICE __host__ __device__
+#else
+#define KVEXACT_HOST_DEVICE
+#endif
+
 /// KVEXACT_TARGET_AVX512: on functions that use AVX-512 intrinsics; defined where they can be compiled. Such functions can be inlined into
 /// one another only, so no other function may lie between the kernel and an intrinsic.
 #if defined(__x86_64__) && defined(__GNUC__)

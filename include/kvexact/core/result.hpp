@@ -26,6 +26,7 @@ enum class error_code : std::uint8_t {
   workspace_too_small = 13,  ///< the caller's workspace is smaller than the call says it needs
   not_calibrated = 14,       ///< the calibrator has seen nothing that it could fit
   output_failed = 15,        ///< the caller's sink refused bytes
+  device_error = 16,         ///< an accelerator refused work; `what` is its runtime's sentence
 };
 
 /// Short lower-case name of a code, for logs ("checksum_mismatch").
@@ -46,6 +47,7 @@ enum class error_code : std::uint8_t {
     case error_code::workspace_too_small: return "workspace_too_small";
     case error_code::not_calibrated: return "not_calibrated";
     case error_code::output_failed: return "output_failed";
+    case error_code::device_error: return "device_error";
   }
   return "unknown";
 }
