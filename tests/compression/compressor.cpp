@@ -47,7 +47,7 @@ bool are_equal(const std::vector<head_state>& a, const std::vector<head_state>& 
     return std::equal(x.begin(), x.end(), y.begin(), y.end(), [](float p, float q) { return std::bit_cast<std::uint32_t>(p) == std::bit_cast<std::uint32_t>(q); });
   };
   return std::equal(a.begin(), a.end(), b.begin(), b.end(), [&](const head_state& x, const head_state& y) {
-    return x.positions == y.positions && bits(x.keys, y.keys) && bits(x.values, y.values);
+    return x.positions == y.positions && bits(x.keys, y.keys) && bits(x.values, y.values) && bits(x.summary, y.summary);
   });
 }
 

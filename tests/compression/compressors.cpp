@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // The type list of the conformance suite. A new compressor is one line here.
+#include <memory>
+#include <utility>
 #include <vector>
 
 #include <kvexact/compression/centred.hpp>
-#include <kvexact/compression/echo_calibration.hpp>
+#include <kvexact/compression/echo_kv.hpp>
 #include <kvexact/compression/h2o.hpp>
 #include <kvexact/compression/kivi.hpp>
 #include <kvexact/compression/kvarn.hpp>
@@ -12,6 +14,7 @@
 #include <kvexact/compression/rest_kv.hpp>
 #include <kvexact/compression/scaled_float.hpp>
 #include <kvexact/compression/snap_kv.hpp>
+#include <kvexact/compression/src.hpp>
 #include <kvexact/compression/streaming_llm.hpp>
 #include <kvexact/compression/symmetric.hpp>
 #include <kvexact/compression/turbo_quant.hpp>
@@ -46,13 +49,18 @@ dropper_options small_dropper(std::uint32_t query_heads) {
   return {.sinks = 2, .budget = 10, .window = 6, .interval = 8, .max_rollback = 7, .query_heads = query_heads};
 }
 
-/// Three layers alike, half of the channels kept.
+/// Half of the channels are kept, the others are 0.9 of the same channel of the first layer.
 std::shared_ptr<const echo_group> some_echo(const layer_shape& shape) {
-  const example_layer layer(shape, 1, 400, 19);
-  const std::vector<layer_tensors<const bf16>> rows(3, layer.rows(0));
-  auto calibration = *echo_calibration<bf16>::make(std::vector(3, shape), *rotary::from_base(rotary_pairing::interleaved, 6, 1000.0));
-  REQUIRE(calibration.add(rows, 0, 400));
-  return *calibration.fit({.kept_keys = shape.channels(cache_part::key) / 2, .kept_values = shape.channels(cache_part::value) / 2});
+  echo_group maps{*rotary::from_base(rotary_pairing::interleaved, 6, 1000.0), {{}}};
+  for (const cache_part part : cache_parts) {
+    echo_map& map = maps.followers[0][static_cast<std::size_t>(part)];
+    const std::uint32_t channels = shape.channels(part);
+    for (std::uint32_t c = 0; c < channels; c += 2) map.kept.push_back(c);
+    map.bias.assign(channels - map.kept.size(), 0.0F);
+    map.weights.assign(map.bias.size() * (channels + map.kept.size()), 0.0F);
+    for (std::size_t i = 0; i < map.bias.size(); ++i) map.weights[i * (channels + map.kept.size()) + 2 * i + 1] = 0.9F;
+  }
+  return std::make_shared<const echo_group>(std::move(maps));
 }
 
 }  // namespace
@@ -88,10 +96,19 @@ const std::vector<listed_compressor>& all_compressors() {
          return made<quantised<bf16, kvarn<4, cache_part::key>, kvarn<2, cache_part::value>>>(
              s, {.keys = {.group_tokens = 16}, .values = {.group_tokens = 16}, .sinks = 16, .tail = 16});
        }},
-      {"EchoKV", [](const layer_shape& s, std::uint32_t) { return made<whole_group<echo_kv<bf16>, 3>>(s, {.maps = some_echo(s)}); }},
+      {"EchoKV", [](const layer_shape& s, std::uint32_t) { return made<whole_group<echo_kv<bf16>, 2>>(s, {.maps = some_echo(s)}); }},
       {"StreamingLLM", [](const layer_shape& s, std::uint32_t) { return made<streaming_llm<bf16>>(s, {.sinks = 2, .window = 16, .interval = 8, .max_rollback = 7}); }},
       {"H2O", [](const layer_shape& s, std::uint32_t q) { return made<h2o<bf16>>(s, small_dropper(q)); }},
       {"SnapKV", [](const layer_shape& s, std::uint32_t q) { return made<snap_kv<bf16>>(s, {.eviction = small_dropper(q)}); }},
+      {"SnapKV on int4", [](const layer_shape& s, std::uint32_t q) {
+         return made<quantised_dropper<bf16, window_attention, symmetric<4>, symmetric<4>>>(
+             s, {.rule = {.eviction = small_dropper(q)}, .keys = {}, .values = {}});
+       }},
+      {"H2O on TurboQuant 4, 3", [](const layer_shape& s, std::uint32_t q) {
+         return made<quantised_dropper<bf16, accumulated_attention, turbo_quant<4>, turbo_quant<3>>>(
+             s, {.rule = small_dropper(q), .keys = {}, .values = {}});
+       }},
+      {"SRC", [](const layer_shape& s, std::uint32_t q) { return made<src<bf16>>(s, {.eviction = small_dropper(q), .rank = 2}); }},
       {"ReST-KV", [](const layer_shape& s, std::uint32_t q) { return made<rest_kv<bf16>>(s, {.eviction = small_dropper(q)}); }},
   };
   return all;

@@ -4,18 +4,21 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
-#include <limits>
 #include <optional>
 #include <utility>
 #include <vector>
 
 #include <doctest/doctest.h>
 
+#include <kvexact/compression/asymmetric_by_channel.hpp>
+#include <kvexact/compression/centred.hpp>
 #include <kvexact/compression/dropper.hpp>
 #include <kvexact/compression/h2o.hpp>
 #include <kvexact/compression/rest_kv.hpp>
+#include <kvexact/compression/scaled_float.hpp>
 #include <kvexact/compression/snap_kv.hpp>
 #include <kvexact/compression/streaming_llm.hpp>
+#include <kvexact/compression/symmetric.hpp>
 
 #include "dropper_driver.hpp"
 #include "heap_meter.hpp"
@@ -28,6 +31,8 @@ namespace {
 constexpr layer_shape shape{2, 6, 4};  // key_dim != value_dim
 constexpr std::uint32_t query_heads = 3;
 
+using packed_snap_kv = quantised_dropper<bf16, window_attention, symmetric<4>, symmetric<8>>;
+
 /// Options of any dropper. A StreamingLLM keeps as many entries as the others do.
 template <class C>
 typename C::options options_of(const dropper_options& common) {
@@ -36,6 +41,8 @@ typename C::options options_of(const dropper_options& common) {
         .sinks = common.sinks, .window = common.window + common.budget, .interval = common.interval, .max_rollback = common.max_rollback};
   } else if constexpr (std::same_as<C, h2o<bf16>>) {
     return common;
+  } else if constexpr (std::same_as<C, packed_snap_kv>) {
+    return {.rule = {.eviction = common}, .keys = {}, .values = {}};
   } else {
     typename C::options options;
     options.eviction = common;
@@ -287,7 +294,7 @@ TEST_CASE_TEMPLATE("dropper: bytes are what has been allocated, and bounded", C,
     // sinks + budget + window + interval + max_rollback entries; what waits to be folded is at most 6 rows.
     const std::size_t entries = 2 + 5 + 3 + 4 + 6;
     const std::size_t lanes = std::same_as<C, rest_kv<bf16>> ? 3 : 1;
-    CHECK(most <= sizeof(C) + shape.kv_heads * (entries * (2 * 6 + 2 * 4 + 16 + 4 * lanes) + 200 + 6 * (4 * entries * lanes) + 10 * 64));
+    CHECK(most <= sizeof(C) + shape.kv_heads * (entries * (2 * 6 + 2 * 4 + 8 + 4 * lanes) + 200 + 6 * (2 * entries * lanes) + 10 * 64));
     cache.reset();
     CHECK(meter.live() == 0);
   }
@@ -311,7 +318,7 @@ TEST_CASE_TEMPLATE("dropper: a long first stretch is given up after its eviction
   CHECK(meter.peak() < 4000);
 }
 
-TEST_CASE_TEMPLATE("dropper: where no memory is left nothing changes", C, ALL_DROPPERS) {
+TEST_CASE_TEMPLATE("dropper: where no memory is left nothing changes", C, ALL_DROPPERS, packed_snap_kv) {
   const example_layer layer(shape, query_heads, 60, 11);
   const dropper_options common = small_options(4);
   std::size_t failures = 0;
@@ -425,7 +432,7 @@ TEST_CASE_TEMPLATE("dropper: attention that does not fit is refused", C, OBSERVI
   CHECK(cache.observe({0, 13, weights}).error().code == error_code::out_of_range);
   CHECK(cache.observe({0, 12, std::span(weights).first(weights.size() - 1)}).error().code == error_code::shape_mismatch);
   CHECK(cache.observe({0, 12, std::span(weights).first(13)}).error().code == error_code::shape_mismatch);
-  for (const float bad : {NAN, INFINITY, -1e-30F}) {
+  for (const float bad : {NAN, INFINITY, -1e-30F, 1.1F}) {
     auto wrong = weights;
     wrong[17] = bad;
     const auto refused = cache.observe({0, 12, wrong});
@@ -445,6 +452,93 @@ TEST_CASE_TEMPLATE("dropper: attention once folded is not taken again", C, OBSER
   decode(cache, layer, 14);
   const auto weights = layer.attention(13, 0, state_of(cache, 0).positions);
   CHECK(cache.observe({0, 13, weights}).error().code == error_code::invalid_argument);
+}
+
+TEST_CASE("dropper: rows in few bits are those of their quantiser, and the same ones are kept") {
+  using keys = centred<symmetric<4>>;
+  using values = symmetric<8>;
+  const example_layer layer(shape, query_heads, 80, 21);
+  std::vector<float> means(std::size_t{shape.kv_heads} * shape.key_dim, 0.5F);
+  std::fill(means.begin() + shape.key_dim, means.end(), -2.0F);  // of the other head
+  auto made = quantised_dropper<bf16, window_attention, keys, values>::make(
+      shape, {.rule = {.eviction = small_options(3)}, .keys = {.means = means, .inner = {3}}, .values = {2}});
+  const auto key_format = keys::make(shape.kv_heads, shape.key_dim, {.means = means, .inner = {3}});
+  const auto value_format = values::make(shape.kv_heads, shape.value_dim, {2});
+  REQUIRE((made && key_format && value_format));
+  const auto expected = [&](const auto& format, std::uint32_t head, const bf16* row) {
+    std::vector<float> numbers, scratch(format.scratch_floats());
+    for (std::uint32_t c = 0; c < format.dim(); ++c) numbers.push_back(row[c].to_float());
+    std::vector<std::byte> packed(format.packed_bytes());
+    format.pack(head, numbers, packed, scratch);
+    format.unpack(head, packed, numbers, scratch);
+    return numbers;
+  };
+  auto exact = make<snap_kv<bf16>>(small_options(3));
+  for (std::uint64_t length = 1; length <= 80; ++length) {
+    decode(*made, layer, length);
+    decode(exact, layer, length);
+    for (std::uint32_t head = 0; head < shape.kv_heads; ++head) {
+      const head_state state = state_of(*made, head);
+      REQUIRE(state.positions == state_of(exact, head).positions);
+      std::vector<float> all_keys, all_values;
+      for (const std::uint64_t position : state.positions) {
+        for (const float each : expected(*key_format, head, layer.key(position, head))) all_keys.push_back(each);
+        for (const float each : expected(*value_format, head, layer.value(position, head))) all_values.push_back(each);
+      }
+      REQUIRE(state.keys == all_keys);
+      REQUIRE(state.values == all_values);
+    }
+  }
+  CHECK(made->saturated() == 0);
+}
+
+TEST_CASE("dropper: a scorer reads the values that the cache gives back") {
+  using e4m3 = scaled_float<fp8_e4m3>;
+  const e4m3::options plain{.group_channels = 0, .scale = 512};  // to integers
+  const example_layer layer(shape, query_heads, 80, 22);
+  example_layer rounded = layer;
+  for (bf16& each : rounded.values) each = bf16::from_float(512 * fp8_e4m3::from_float(each.to_float() / 512).to_float());
+  const auto kept = [](auto&& cache, const example_layer& from) {
+    REQUIRE(cache);
+    std::vector<std::vector<std::uint64_t>> positions;
+    for (std::uint64_t length = 1; length <= 80; ++length) {
+      decode(*cache, from, length);
+      positions.push_back(state_of(*cache, 0).positions);
+    }
+    return positions;
+  };
+  const rest_kv_options options{.eviction = small_options(2)};
+  using packed_rest_kv = quantised_dropper<bf16, output_change, e4m3, e4m3>;
+  const auto packed = kept(packed_rest_kv::make(shape, {.rule = options, .keys = plain, .values = plain}), layer);
+  CHECK(packed == kept(rest_kv<bf16>::make(shape, options), rounded));
+  CHECK(packed != kept(rest_kv<bf16>::make(shape, options), layer));
+}
+
+TEST_CASE("dropper: rows in few bits are clipped, exact ones are not") {
+  example_layer layer(shape, query_heads, 10, 23);
+  layer.keys[0] = bf16::from_float(3e38F);
+  layer.values[1] = bf16::from_float(-3e38F);
+  auto exact = make<snap_kv<bf16>>(small_options(1));
+  auto packed = make<packed_snap_kv>(small_options(1));
+  REQUIRE(exact.append(layer.rows(0), 10));
+  REQUIRE(packed.append(layer.rows(0), 10));
+  CHECK(state_of(exact, 0).keys[0] == layer.keys[0].to_float());
+  CHECK(exact.saturated() == 0);
+  CHECK(packed.saturated() == 4);  // both, and both again as more than an fp16 scale can stand for
+  const head_state state = state_of(packed, 0);
+  CHECK(state.keys[0] == 7 * 65504.0F);
+  CHECK(state.values[1] == -127 * 65504.0F);
+}
+
+TEST_CASE("dropper: quantisers of single tokens only") {
+  using by_channel = asymmetric_by_channel<4>;
+  using grouped = quantised_dropper<bf16, window_attention, by_channel, symmetric<4>>;
+  const auto made = grouped::make(shape, {.rule = {.eviction = small_options(1)}, .keys = {}, .values = {}});
+  REQUIRE_FALSE(made);
+  CHECK(made.error().code == error_code::invalid_argument);
+  const auto no_values = packed_snap_kv::make({2, 6, 0}, options_of<packed_snap_kv>(small_options(1)));
+  REQUIRE_FALSE(no_values);
+  CHECK(no_values.error().code == error_code::invalid_argument);
 }
 
 TEST_CASE_TEMPLATE("dropper: empty and tiny", C, ALL_DROPPERS) {

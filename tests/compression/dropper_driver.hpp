@@ -70,6 +70,7 @@ struct head_state {
   std::vector<std::uint64_t> positions;
   std::vector<float> keys;
   std::vector<float> values;
+  std::vector<float> summary = {};  // output and log-mass of what stands for other positions, at a few queries
 
   friend bool operator==(const head_state&, const head_state&) = default;
 };
@@ -80,6 +81,14 @@ head_state state_of(const C& cache, std::uint32_t head) {
   head_state state{std::vector<std::uint64_t>(entries), std::vector<float>(entries * cache.shape().key_dim),
                    std::vector<float>(entries * cache.shape().value_dim)};
   REQUIRE(cache.materialise(head, {state.positions, state.keys, state.values}));
+  if constexpr (summarises_attention<C>) {
+    const std::size_t key_dim = cache.shape().key_dim, value_dim = cache.shape().value_dim, count = key_dim + 1;
+    std::vector<float> queries(count * key_dim);
+    for (std::size_t q = 0; q < key_dim; ++q) queries[q * key_dim + q] = 1;
+    state.summary.resize(count * (value_dim + 1));
+    const std::span room(state.summary);
+    REQUIRE(cache.summarise(head, {queries, room.first(count * value_dim), room.last(count)}));
+  }
   return state;
 }
 
@@ -98,7 +107,9 @@ void observe_newest(C& cache, const example_layer& layer) {
     for (std::uint32_t head = 0; head < layer.shape.kv_heads; ++head) {
       const auto weights = layer.attention(position, head, state_of(cache, head).positions);
       const std::size_t each = std::size_t{layer.query_heads} * layer.shape.key_dim;
-      const auto queries = std::span(layer.queries).subspan((position * layer.shape.kv_heads + head) * each, each);
+      const auto begin = layer.queries.begin() + static_cast<std::ptrdiff_t>((position * layer.shape.kv_heads + head) * each);
+      std::vector<float> queries(begin, begin + static_cast<std::ptrdiff_t>(each));
+      for (float& query : queries) query /= std::sqrt(static_cast<float>(layer.shape.key_dim));
       REQUIRE(cache.observe({head, position, weights, queries}));
     }
   }
@@ -115,6 +126,13 @@ void decode(C& cache, const example_layer& layer, std::uint64_t length) {
 
 /// What all queries of a head paid to all tokens: rows[position][query head][token], 0 for tokens that were dropped or not there yet.
 using attention_history = std::vector<std::vector<std::vector<double>>>;
+
+/// The mean over the query heads of what a query paid to a token, rounded as it is held.
+inline double mean_weight(const std::vector<std::vector<double>>& query, std::uint64_t token) {
+  float sum = 0;
+  for (const auto& weights : query) sum += static_cast<float>(weights[token]);
+  return static_cast<double>(bf16::from_float(sum / static_cast<float>(query.size())).to_float());
+}
 
 /// Scores of all tokens in `held` at a boundary.
 using reference_scores = std::function<std::vector<double>(std::uint32_t head, std::uint64_t boundary,

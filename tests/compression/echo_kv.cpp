@@ -22,22 +22,6 @@ namespace {
 using echo = echo_kv<bf16>;
 static_assert(switchable<group_layer<echo>> && !switchable<uncompressed<bf16>>);
 
-/// Keeps some channels and gives every other one the mean of two channels of the first layer, and a bias.
-echo_group some_maps(const layer_shape& first, const layer_shape& own, const rotary& rotation) {
-  echo_group maps{rotation, {{}}};
-  for (const cache_part part : cache_parts) {
-    echo_map& map = maps.followers[0][static_cast<std::size_t>(part)];
-    map.kept = {1, 2, own.channels(part) - 1};
-    const std::size_t features = first.channels(part) + 3, others = own.channels(part) - 3;
-    map.weights.assign(others * features, 0.0F);
-    for (std::size_t o = 0; o < others; ++o) {
-      map.weights[o * features + o % first.channels(part)] = 0.5F;
-      map.weights[o * features + (o + 5) % first.channels(part)] += 0.5F;
-      map.bias.push_back(static_cast<float>(o) * 0.25F);
-    }
-  }
-  return maps;
-}
 std::shared_ptr<const echo_group> shared(echo_group maps) { return std::make_shared<const echo_group>(std::move(maps)); }
 echo filled(const echo_layers& with, const echo::options& options, std::uint64_t tokens) {
   auto group = *echo::make(std::vector{with.first, with.second}, options);

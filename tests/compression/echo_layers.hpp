@@ -7,6 +7,7 @@
 #include <random>
 #include <vector>
 
+#include <kvexact/compression/echo_kv.hpp>
 #include <kvexact/numeric/bf16.hpp>
 #include <kvexact/tensor/cache_shape.hpp>
 #include <kvexact/tensor/kv_cache_view.hpp>
@@ -70,5 +71,22 @@ struct echo_layers {
     for (const double each : row) to.push_back(bf16::from_float(static_cast<float>(each)));
   }
 };
+
+/// Keeps some channels and gives every other one the mean of two channels of the first layer, and a bias.
+inline echo_group some_maps(const layer_shape& first, const layer_shape& own, const rotary& rotation) {
+  echo_group maps{rotation, {{}}};
+  for (const cache_part part : cache_parts) {
+    echo_map& map = maps.followers[0][static_cast<std::size_t>(part)];
+    map.kept = {1, 2, own.channels(part) - 1};
+    const std::size_t features = first.channels(part) + 3, others = own.channels(part) - 3;
+    map.weights.assign(others * features, 0.0F);
+    for (std::size_t o = 0; o < others; ++o) {
+      map.weights[o * features + o % first.channels(part)] = 0.5F;
+      map.weights[o * features + (o + 5) % first.channels(part)] += 0.5F;
+      map.bias.push_back(static_cast<float>(o) * 0.25F);
+    }
+  }
+  return maps;
+}
 
 }  // namespace kvexact::test

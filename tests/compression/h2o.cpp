@@ -20,9 +20,7 @@ std::vector<double> accumulated(std::uint32_t, std::uint64_t, const std::vector<
   std::vector<double> scores;
   for (const std::uint64_t token : held) {
     double sum = 0;
-    for (const auto& heads : history) {
-      for (const auto& weights : heads) sum += weights[token] / static_cast<double>(heads.size());
-    }
+    for (const auto& query : history) sum += mean_weight(query, token);
     scores.push_back(sum);
   }
   return scores;
@@ -99,6 +97,18 @@ TEST_CASE("h2o: equal scores favour the lower position, also where nothing was h
   CHECK(state_of(*made, 0).positions == std::vector<std::uint64_t>{0, 1, 2, 3, 8, 9, 10});
   REQUIRE(made->append(layer.rows(11), 8));
   CHECK(state_of(*made, 0).positions == std::vector<std::uint64_t>{0, 1, 2, 3, 16, 17, 18});
+}
+
+TEST_CASE("h2o: what a query pays to a token is rounded to bf16") {
+  const example_layer layer({1, 2, 2}, 1, 4, 4);
+  for (const bool enough : {false, true}) {
+    auto made = h2o<bf16>::make(layer.shape, {.sinks = 0, .budget = 1, .window = 0, .first_eviction = 3, .interval = 9});
+    REQUIRE(made);
+    REQUIRE(made->append(layer.rows(0), 3));
+    REQUIRE(made->observe({0, 2, std::vector<float>{0.25F, 0.25F + (enough ? 0x1.8p-10F : 0x0.8p-10F), 0}}));
+    REQUIRE(made->append(layer.rows(3), 1));
+    CHECK(state_of(*made, 0).positions == std::vector<std::uint64_t>{enough ? 1U : 0U, 3});
+  }
 }
 
 TEST_CASE("h2o: every token is observed") {

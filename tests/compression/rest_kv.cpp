@@ -99,7 +99,8 @@ struct rest_reference {
       for (std::uint64_t i = begin; i < boundary; ++i) {
         const auto& row = history[newest_first ? boundary - 1 - (i - begin) : i][q];
         std::vector<double> next;
-        for (const std::uint64_t token : held) next.push_back(row[token]);
+        for (const std::uint64_t token : held)
+          next.push_back(static_cast<double>(bf16::from_float(static_cast<float>(row[token])).to_float()));
         if (average.empty()) average = next;
         for (std::size_t k = 0; k < next.size(); ++k) average[k] = smoothing * next[k] + (1 - smoothing) * average[k];
       }

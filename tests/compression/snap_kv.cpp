@@ -20,10 +20,8 @@ reference_scores pooled(std::uint32_t window, std::uint32_t kernel) {
     const std::uint64_t begin = boundary > window ? boundary - window : 0;
     std::vector<double> sums(boundary);
     for (std::uint64_t position = begin; position < boundary; ++position) {
-      for (const auto& weights : history[position]) {
-        for (const std::uint64_t token : held) {
-          if (token < begin) sums[token] += weights[token];
-        }
+      for (const std::uint64_t token : held) {
+        if (token < begin) sums[token] += mean_weight(history[position], token);
       }
     }
     std::vector<double> scores;

@@ -5,13 +5,16 @@
 #include <concepts>
 #include <cstddef>
 #include <cstdint>
-#include <limits>
 #include <span>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
 #include <kvexact/compression/buffer.hpp>
 #include <kvexact/compression/compressor.hpp>
+#include <kvexact/compression/eviction_rule.hpp>
+#include <kvexact/compression/quantiser.hpp>
+#include <kvexact/compression/row_format.hpp>
 #include <kvexact/compression/rows.hpp>
 #include <kvexact/core/result.hpp>
 #include <kvexact/core/workspace.hpp>
@@ -21,174 +24,60 @@
 
 namespace kvexact {
 
-/// What a dropper keeps, and when it drops the rest: at the boundaries `first_eviction`, `first_eviction + interval`, ... (tokens of the
-/// sequence). At a boundary a head keeps its first `sinks` tokens, the newest `window` before the boundary, and of all others the `budget`
-/// best. Everything after the last boundary is kept, so a head gives at most max(first_eviction, sinks + budget + window + interval)
-/// entries.
-struct dropper_options {
-  std::uint32_t sinks = 4;
-  std::uint32_t budget = 256;
-  std::uint32_t window = 32;
-  std::uint64_t first_eviction = 0;  ///< 0: sinks + budget + window + interval
-  std::uint32_t interval = 64;       ///< at least 1
-  std::uint32_t max_rollback = 32;
-  std::uint32_t query_heads = 1;  ///< of one KV head
-};
-
-/// The query of one token, as a scorer sees it.
-struct scored_query {
-  std::uint64_t before = 0;  ///< how far it lies before the boundary for which it counts; the newest one: 1
-  bool first = false;        ///< nothing that counts for this boundary has been folded before
-};
-
-/// The entries of one head at a boundary. `states` [entries, lanes]: what the scorer has folded of the queries; `values`: the rows of V.
-/// The first `older` entries lie before the protected window.
-template <class Scalar, class Summary>
-struct judged_entries {
-  std::uint32_t head = 0;
-  std::size_t older = 0;
-  std::span<const std::uint64_t> positions;
-  std::span<const float> states;
-  std::span<const Scalar* const> values;
-  Summary summary;
-};
-
-/// What a dropper is told by its method: `make` checks the options (errors: invalid_argument, shape_mismatch), `eviction()` gives those
-/// that all methods share. `summary` and `memory` are of use to an `attention_scorer` and empty elsewhere.
-template <class S>
-concept eviction_rule = std::movable<S> && std::copyable<typename S::summary> && std::copyable<typename S::memory> &&
-    requires(const S& rule, const layer_shape& shape, const typename S::options& options) {
-  { S::make(shape, options) }
-  noexcept->std::same_as<result<S>>;
-  { rule.eviction() }
-  noexcept->std::same_as<const dropper_options&>;
-};
-
-/// A rule that judges tokens by the attention they get. It must not keep anything itself: what it says depends on its arguments alone.
-///
-/// - `queries()`: how many queries before a boundary count for it; at most `interval`, or all with `scorer_all_queries`.
-/// - `lanes()`: floats that an entry needs of a query, and of all queries so far.
-/// - `reduce(query, weights, row, order)`: from [query heads, entries] to `row` [entries, lanes]; what else a query tells is the `summary`.
-///   `order` [entries] is working memory.
-/// - `fold(query, row, summary, states, sum)`: takes a query into `states` [entries, lanes], which are 0 for tokens that no query has seen.
-///   Queries come oldest first. Weights of tokens that are not held any more are 0.
-/// - `score(entries, memory, scores)`: how much the first `older` entries are worth, all finite; the larger, the better. `memory` is what
-///   `take(workspace, entries)` gave for at least as many entries.
-template <class S>
-concept attention_scorer = eviction_rule<S> &&
-    requires(const S& scorer, workspace& space, std::size_t entries, const scored_query& query, std::span<const float> weights,
-             std::span<float> row, std::span<std::uint32_t> order, typename S::summary& sum, const typename S::summary& of_row,
-             const judged_entries<bf16, typename S::summary>& judged, std::span<double> scores, typename S::memory& memory) {
-  { scorer.queries() }
-  noexcept->std::same_as<std::uint64_t>;
-  { scorer.lanes() }
-  noexcept->std::same_as<std::uint32_t>;
-  { scorer.take(space, entries) }
-  noexcept->std::same_as<typename S::memory>;
-  { scorer.reduce(query, weights, row, order) }
-  noexcept->std::same_as<typename S::summary>;
-  { scorer.fold(query, weights, of_row, row, sum) }
-  noexcept;
-  { scorer.score(judged, memory, scores) }
-  noexcept;
-};
-
-inline constexpr std::uint64_t scorer_all_queries = ~std::uint64_t{0};
-
 namespace detail {
-
-/// What a head keeps at a boundary and appends until the next.
-[[nodiscard]] inline std::uint64_t most_kept(const dropper_options& options) noexcept {
-  return std::uint64_t{options.sinks} + options.budget + options.window + options.interval;
-}
-
-/// The absolute positions at which a dropper evicts.
-struct eviction_schedule {
-  std::uint64_t first = 1;
-  std::uint64_t interval = 1;
-
-  [[nodiscard]] static eviction_schedule of(const dropper_options& options) noexcept {
-    return {options.first_eviction == 0 ? most_kept(options) : options.first_eviction, options.interval};
-  }
-  /// The first boundary that is at least `length`.
-  [[nodiscard]] std::uint64_t next(std::uint64_t length) const noexcept {
-    if (length <= first) return first;
-    return first + (length - first + interval - 1) / interval * interval;
-  }
-};
-
-/// [query heads, entries] to [entries].
-inline void mean_over_heads(std::span<const float> weights, std::span<float> mean) noexcept {
-  const std::size_t heads = weights.size() / mean.size();
-  for (std::size_t i = 0; i < mean.size(); ++i) {
-    float sum = 0;
-    for (std::size_t h = 0; h < heads; ++h) sum += weights[h * mean.size() + i];
-    mean[i] = sum / static_cast<float>(heads);
-  }
-}
-
-/// Moves the `count` indices with the largest scores to the front; of equal scores the lower index counts as larger.
-template <class Score>
-void best_first(std::span<std::uint32_t> indices, std::size_t count, std::span<const Score> scores) noexcept {
-  std::ranges::nth_element(indices, indices.begin() + static_cast<std::ptrdiff_t>(count),
-                           [&](std::uint32_t a, std::uint32_t b) { return scores[a] != scores[b] ? scores[a] > scores[b] : a < b; });
-}
-
-/// Of the methods that let the queries of the protected window decide. Windows do not overlap, so that one sum an entry is enough.
-[[nodiscard]] inline result<void> check_window(const dropper_options& options) noexcept {
-  if (options.window == 0) return error{error_code::invalid_argument, "the queries of the window decide: it is at least 1 token"};
-  if (options.window > options.interval)
-    return error{error_code::invalid_argument, "the queries of the window decide: it is at most as long as the interval of evictions"};
-  return {};
-}
 
 /// A query whose token may still be taken back.
 template <class Summary>
 struct pending_query {
   std::uint64_t position = 0;
-  std::vector<float> row;  ///< [entries held then, lanes]
+  std::vector<bf16> row;  ///< [entries held then, lanes]
   [[no_unique_address]] Summary summary;
+};
+
+/// Options of a dropper with row formats that have some of their own.
+template <class Rule, class Keys, class Values>
+struct packed_dropper_options {
+  typename Rule::options rule;
+  typename Keys::options keys;
+  typename Values::options values;
 };
 
 }  // namespace detail
 
-/// The machinery of every method that drops tokens: a compressor that keeps the exact rows of some positions, one set per KV head, and
-/// decides at fixed positions which ones (`dropper_options`). `Rule` says which are worth keeping; equal scores favour the lower position.
+/// The machinery of every method that drops tokens: a compressor that keeps the rows of some positions, one set per KV head, and decides at
+/// fixed positions which ones (`dropper_options`). `Rule` says which are worth keeping; equal scores favour the lower position. `Keys` and
+/// `Values` say how rows are stored, from the start; `options` are the rule's where both are exact, and {rule, keys, values} elsewhere.
 ///
 /// The eviction of boundary b takes place when the token of position b is appended, so all queries before b count and the entries are those
 /// of one eviction later as soon as the length exceeds b. What it dropped is kept aside, and the attention of the newest `max_rollback`
 /// queries is kept row by row, until no truncation can undo it; then both are given up. A head thus never holds more than `max_rollback`
 /// entries besides the most that it gives. Attention that is never handed over counts as 0.
 ///
-/// Errors of `observe` besides those of the concept: invalid_argument (a weight that is negative or not finite, a token whose attention has
+/// Errors of `observe` besides those of the concept: invalid_argument (a weight that is not between 0 and 1, a token whose attention has
 /// been handed over before), out_of_memory; then nothing has changed.
-template <cache_scalar Scalar, eviction_rule Rule>
+template <cache_scalar Scalar, eviction_rule Rule, row_format Keys = exact_rows<Scalar>, row_format Values = exact_rows<Scalar>>
 class dropper {
+  static_assert(std::same_as<typename Keys::scalar, Scalar> && std::same_as<typename Values::scalar, Scalar>,
+                "kvexact: a dropper's row formats must store its scalars");
+
  public:
   using scalar = Scalar;
-  using options = typename Rule::options;
+  using options = std::conditional_t<std::same_as<Keys, exact_rows<Scalar>> && std::same_as<Values, exact_rows<Scalar>>,
+                                     typename Rule::options, detail::packed_dropper_options<Rule, Keys, Values>>;
 
   /// The longest sequence.
-  static constexpr std::uint64_t max_tokens = std::uint64_t{1} << 48;
+  static constexpr std::uint64_t max_tokens = ~std::uint32_t{0} - 2;
   /// The most entries of a head.
   static constexpr std::uint64_t max_entries = ~std::uint32_t{0};
 
-  /// Errors: invalid_argument (no heads or keys, an interval of 0, no query heads, what the method says), out_of_range (too many channels
-  /// or query heads, options by which a head may hold more than `max_entries`), shape_mismatch (what the method says), out_of_memory.
+  /// Errors: invalid_argument (no heads or keys, an interval of 0, no query heads), out_of_range (too many channels or query heads, options
+  /// by which a head may hold more than `max_entries`), what the `make` of the rule and the row formats give, out_of_memory.
   [[nodiscard]] static result<dropper> make(const layer_shape& shape, const options& chosen) noexcept {
     if (const auto fits = cache_shape::uniform(1, shape); !fits) return fits.error();
-    result<Rule> rule = Rule::make(shape, chosen);
-    if (!rule) return rule.error();
-    const dropper_options& common = rule->eviction();
-    if (common.interval == 0) return error{error_code::invalid_argument, "the interval of evictions is at least 1 token"};
-    if (common.query_heads == 0) return error{error_code::invalid_argument, "a KV head has at least one query head"};
-    if (common.query_heads > cache_shape::max_channels) return error{error_code::out_of_range, "too many query heads"};
-    if (std::max(detail::most_kept(common), common.first_eviction) > max_entries - common.max_rollback)
-      return error{error_code::out_of_range, "a head would hold more entries than there can be"};
-    try {
-      return dropper(shape, std::move(*rule));
-    } catch (...) {
-      return error{error_code::out_of_memory, "heads of a dropper"};
+    if constexpr (std::same_as<options, typename Rule::options>) {
+      return assemble(shape, chosen, {}, {});
+    } else {
+      return assemble(shape, chosen.rule, chosen.keys, chosen.values);
     }
   }
 
@@ -196,28 +85,34 @@ class dropper {
   [[nodiscard]] std::uint64_t length() const noexcept { return length_; }
   [[nodiscard]] std::uint64_t max_rollback() const noexcept { return rule_.eviction().max_rollback; }
   [[nodiscard]] const Rule& rule() const noexcept { return rule_; }
+  /// No truncation goes below this length.
+  [[nodiscard]] std::uint64_t settled() const noexcept { return greatest_ - std::min(greatest_, max_rollback()); }
+  /// What the row formats counted as too large for them since the sequence began; what was taken back and appended again counts again.
+  [[nodiscard]] std::uint64_t saturated() const noexcept { return saturated_; }
 
   [[nodiscard]] result<void> append(const layer_tensors<const Scalar>& rows, std::uint64_t tokens) noexcept {
-    if (tokens == 0) return {};
-    if (const auto good = check(rows, tokens); !good) return good;
+    if (tokens > max_tokens - length_) return error{error_code::out_of_range, "the sequence is too long"};
+    if (const auto usable = detail::expect_rows(shape_, rows, length_, tokens); !usable) return usable;
     std::vector<std::byte> memory;
+    std::vector<float> row_memory;
     try {
       reserve(tokens);
+      row_memory.resize(row_scratch());
       if (schedule_.next(length_) < length_ + tokens) {
         workspace counter;
-        (void)scratch(counter, most_held(tokens), rule_);
+        (void)scratch(counter, most_held(tokens), *this);
         memory.resize(counter.needed());
       }
     } catch (...) {
       return error{error_code::out_of_memory, "entries of a dropper"};
     }
     for (std::uint64_t t = 0; t < tokens; ++t) {
-      if (schedule_.next(length_) == length_) evict(memory);
+      if (schedule_.next(length_) == length_) evict(memory, row_memory);
       if (length_ == greatest_) {
         ++greatest_;
         settle();
       }
-      push(rows, t);
+      push(rows, t, row_memory);
     }
     shrink();
     return {};
@@ -231,10 +126,10 @@ class dropper {
       const auto kept = static_cast<std::size_t>(std::ranges::lower_bound(head.positions, length) - head.positions.begin());
       head.positions.resize(kept);
       head.gone.resize(kept);
-      head.keys.resize(kept * shape_.key_dim);
-      head.values.resize(kept * shape_.value_dim);
+      head.keys.resize(kept * key_format_.units());
+      head.values.resize(kept * value_format_.units());
       head.states.resize(kept * lanes());
-      for (std::uint64_t& from : head.gone) {
+      for (std::uint32_t& from : head.gone) {
         if (from > length) from = never;
       }
       while (!head.pending.empty() && head.pending.back().position >= length) head.pending.pop_back();
@@ -252,14 +147,18 @@ class dropper {
     const auto usable = detail::expect_room(shape_, head, entries(head), out);
     if (!usable) return usable;
     const head_entries& from = heads_[head];
-    std::size_t to = 0;
-    for (std::size_t i = 0; i < from.positions.size(); ++i) {
-      if (from.gone[i] <= length_) continue;
-      out.positions[to] = from.positions[i];
-      const auto number = [](Scalar value) { return value.to_float(); };
-      std::ranges::transform(from.key(i, shape_), out.keys.begin() + static_cast<std::ptrdiff_t>(to * shape_.key_dim), number);
-      std::ranges::transform(from.value(i, shape_), out.values.begin() + static_cast<std::ptrdiff_t>(to * shape_.value_dim), number);
-      ++to;
+    try {
+      std::vector<float> memory(row_scratch());
+      std::size_t to = 0;
+      for (std::size_t i = 0; i < from.positions.size(); ++i) {
+        if (from.gone[i] <= length_) continue;
+        out.positions[to] = from.positions[i];
+        read(key_format_, from.keys, head, i, out.keys.subspan(to * shape_.key_dim, shape_.key_dim), memory);
+        read(value_format_, from.values, head, i, out.values.subspan(to * shape_.value_dim, shape_.value_dim), memory);
+        ++to;
+      }
+    } catch (...) {
+      return error{error_code::out_of_memory, "scratch memory"};
     }
     return {};
   }
@@ -288,15 +187,15 @@ class dropper {
     if (rows.weights.size() != count * rule_.eviction().query_heads)
       return error{error_code::shape_mismatch, "attention weights are [query heads, entries]"}.at_token(where);
     for (const float weight : rows.weights) {
-      if (!(weight >= 0 && weight <= std::numeric_limits<float>::max()))
-        return error{error_code::invalid_argument, "an attention weight is negative or not finite"}.at_token(where);
+      if (!(weight >= 0 && weight <= most_weight))
+        return error{error_code::invalid_argument, "an attention weight is not between 0 and 1"}.at_token(where);
     }
     head_entries& head = heads_[rows.head];
     if (head.folded == rows.position + 1 || (!head.pending.empty() && head.pending.back().position == rows.position))
       return error{error_code::invalid_argument, "the attention of this token has been handed over before"}.at_token(where);
     if (!observes(rows.position)) return {};
     try {
-      pending_query query{rows.position, std::vector<float>(head.positions.size() * lanes()), {}};
+      pending_query query{rows.position, std::vector<bf16>(head.positions.size() * lanes()), {}};
       std::vector<std::uint32_t> order(count);
       query.summary = rule_.reduce(scored(rows.position, false), rows.weights, std::span(query.row).first(count * lanes()), order);
       spread(head, query.row);
@@ -315,37 +214,32 @@ class dropper {
   using summary_type = typename Rule::summary;
   using pending_query = detail::pending_query<summary_type>;
 
-  static constexpr std::uint64_t never = ~std::uint64_t{0};
+  static constexpr std::uint32_t never = ~std::uint32_t{0};
+  /// 1, and what softmax in few bits may round it to.
+  static constexpr float most_weight = 1.01F;
 
   /// Everything held of one head, in order of position: also what is dropped but may come back.
   struct head_entries {
-    std::vector<std::uint64_t> positions;
-    std::vector<std::uint64_t> gone;  ///< the length from which on an entry is dropped
-    std::vector<Scalar> keys;
-    std::vector<Scalar> values;
+    std::vector<std::uint32_t> positions;
+    std::vector<std::uint32_t> gone;  ///< the length from which on an entry is dropped
+    std::vector<typename Keys::unit> keys;
+    std::vector<typename Values::unit> values;
     std::vector<float> states;           ///< [entries, lanes], of all queries that cannot be taken back
     std::vector<pending_query> pending;  ///< the others, oldest first
     std::uint64_t folded = 0;            ///< 1 + the newest position in `states`
     [[no_unique_address]] summary_type summary{};
-
-    [[nodiscard]] std::span<const Scalar> key(std::size_t i, const layer_shape& shape) const noexcept {
-      return std::span(keys).subspan(i * shape.key_dim, shape.key_dim);
-    }
-    [[nodiscard]] std::span<const Scalar> value(std::size_t i, const layer_shape& shape) const noexcept {
-      return std::span(values).subspan(i * shape.value_dim, shape.value_dim);
-    }
   };
 
   /// Working memory of one eviction.
   struct scratch {
-    scratch(workspace& space, std::size_t entries, const Rule& rule) noexcept
+    scratch(workspace& space, std::size_t entries, const dropper& cache) noexcept
         : order(space.take<std::uint32_t>(entries)), held(space.take<std::uint32_t>(entries)) {
       if constexpr (attention_scorer<Rule>) {
         positions = space.take<std::uint64_t>(entries);
-        states = space.take<float>(entries * rule.lanes());
-        values = space.take<const Scalar*>(entries);
+        states = space.take<float>(entries * cache.lanes());
+        if constexpr (Rule::reads_values) values = space.take<float>(entries * cache.shape_.value_dim);
         scores = space.take<double>(entries);
-        memory = rule.take(space, entries);
+        memory = cache.rule_.take(space, entries);
       }
     }
 
@@ -353,14 +247,38 @@ class dropper {
     std::span<std::uint32_t> held;
     std::span<std::uint64_t> positions;
     std::span<float> states;
-    std::span<const Scalar*> values;
+    std::span<float> values;
     std::span<double> scores;
     [[no_unique_address]] typename Rule::memory memory{};
   };
 
-  dropper(const layer_shape& shape, Rule rule)
+  [[nodiscard]] static result<dropper> assemble(const layer_shape& shape, const typename Rule::options& chosen,
+                                                const typename Keys::options& key_options,
+                                                const typename Values::options& value_options) noexcept {
+    result<Rule> rule = Rule::make(shape, chosen);
+    if (!rule) return rule.error();
+    const dropper_options& common = rule->eviction();
+    if (common.interval == 0) return error{error_code::invalid_argument, "the interval of evictions is at least 1 token"};
+    if (common.query_heads == 0) return error{error_code::invalid_argument, "a KV head has at least one query head"};
+    if (common.query_heads > cache_shape::max_channels) return error{error_code::out_of_range, "too many query heads"};
+    if (std::max(detail::most_kept(common), common.first_eviction) > max_entries - common.max_rollback)
+      return error{error_code::out_of_range, "a head would hold more entries than there can be"};
+    result<Keys> keys = Keys::make(shape.kv_heads, shape.key_dim, key_options);
+    if (!keys) return keys.error();
+    result<Values> values = Values::make(shape.kv_heads, shape.value_dim, value_options);
+    if (!values) return values.error();
+    try {
+      return dropper(shape, *std::move(rule), *std::move(keys), *std::move(values));
+    } catch (...) {
+      return error{error_code::out_of_memory, "heads of a dropper"};
+    }
+  }
+
+  dropper(const layer_shape& shape, Rule rule, Keys keys, Values values)
       : shape_(shape),
         rule_(std::move(rule)),
+        key_format_(std::move(keys)),
+        value_format_(std::move(values)),
         schedule_(detail::eviction_schedule::of(rule_.eviction())),
         next_drop_(schedule_.first),
         heads_(shape.kv_heads) {}
@@ -369,9 +287,6 @@ class dropper {
     if constexpr (attention_scorer<Rule>) return rule_.lanes();
     return 0;
   }
-
-  /// No truncation goes below this length.
-  [[nodiscard]] std::uint64_t settled() const noexcept { return greatest_ - std::min(greatest_, max_rollback()); }
 
   /// The most entries that a head can ever hold from now on.
   [[nodiscard]] std::size_t limit() const noexcept {
@@ -387,26 +302,19 @@ class dropper {
     return {schedule_.next(position + 1) - position, first};
   }
 
-  [[nodiscard]] result<void> check(const layer_tensors<const Scalar>& rows, std::uint64_t tokens) const noexcept {
-    if (tokens > max_tokens - length_) return error{error_code::out_of_range, "the sequence is too long"};
-    for (const cache_part part : cache_parts) {
-      if (shape_.dim(part) > 0 && rows.part(part).data == nullptr) return error{error_code::invalid_argument, "a layer has no data"};
-    }
-    for (std::uint64_t t = 0; t < tokens; ++t) {
-      for (const cache_part part : cache_parts) {
-        for (std::uint32_t head = 0; head < shape_.kv_heads; ++head) {
-          if (!std::ranges::all_of(row_of(rows, part, t, head), &Scalar::is_finite))
-            return error{error_code::invalid_argument, "a value is not finite"}.at_token(static_cast<std::int64_t>(length_ + t));
-        }
-      }
-    }
-    return {};
+  [[nodiscard]] std::size_t row_scratch() const noexcept { return std::max(key_format_.scratch_floats(), value_format_.scratch_floats()); }
+
+  template <class Format, class Unit>
+  static void read(const Format& format, const std::vector<Unit>& from, std::uint32_t head, std::size_t entry, std::span<float> row,
+                   std::span<float> memory) noexcept {
+    format.read(head, std::span(from).subspan(entry * format.units(), format.units()), row, memory);
   }
 
-  [[nodiscard]] std::span<const Scalar> row_of(const layer_tensors<const Scalar>& rows, cache_part part, std::uint64_t token,
-                                               std::uint32_t head) const noexcept {
-    if (shape_.dim(part) == 0) return {};
-    return {detail::row_of(rows.part(part), token, head), shape_.dim(part)};
+  template <class Format, class Unit>
+  void write(const Format& format, std::vector<Unit>& to, std::uint32_t head, std::span<const Scalar> row,
+             std::span<float> memory) noexcept {
+    to.resize(to.size() + format.units());
+    saturated_ += format.write(head, row, std::span(to).last(format.units()), memory);
   }
 
   /// The most entries of a head at any time while `tokens` more are appended.
@@ -417,8 +325,8 @@ class dropper {
   /// Calls visit(array, elements an entry) for everything that an entry has.
   template <class Visit>
   void for_each_array(head_entries& head, Visit&& visit) const {
-    visit(head.keys, std::size_t{shape_.key_dim});
-    if (shape_.value_dim > 0) visit(head.values, std::size_t{shape_.value_dim});
+    visit(head.keys, key_format_.units());
+    if (shape_.value_dim > 0) visit(head.values, value_format_.units());
     if (lanes() > 0) visit(head.states, std::size_t{lanes()});
     visit(head.positions, std::size_t{1});
     visit(head.gone, std::size_t{1});
@@ -456,28 +364,26 @@ class dropper {
     }
   }
 
-  void push(const layer_tensors<const Scalar>& rows, std::uint64_t token) noexcept {
+  void push(const layer_tensors<const Scalar>& rows, std::uint64_t token, std::span<float> memory) noexcept {
     for (std::uint32_t h = 0; h < shape_.kv_heads; ++h) {
       head_entries& head = heads_[h];
-      head.positions.push_back(length_);
+      head.positions.push_back(static_cast<std::uint32_t>(length_));
       head.gone.push_back(never);
-      const std::span<const Scalar> key = row_of(rows, cache_part::key, token, h);
-      const std::span<const Scalar> value = row_of(rows, cache_part::value, token, h);
-      head.keys.insert(head.keys.end(), key.begin(), key.end());
-      head.values.insert(head.values.end(), value.begin(), value.end());
+      write(key_format_, head.keys, h, {detail::row_of(rows.key, token, h), shape_.key_dim}, memory);
+      if (shape_.value_dim > 0) write(value_format_, head.values, h, {detail::row_of(rows.value, token, h), shape_.value_dim}, memory);
       head.states.resize(head.states.size() + lanes());
     }
     ++length_;
   }
 
   /// Spreads a row over the entries that are not dropped to one over all that are held.
-  void spread(const head_entries& head, std::span<float> row) const noexcept {
+  void spread(const head_entries& head, std::span<bf16> row) const noexcept {
     const std::size_t lanes_each = lanes();
     std::size_t from = entries_of(head);
     for (std::size_t to = head.positions.size(); to-- > 0;) {
       const bool present = head.gone[to] > length_;
       from -= present ? 1 : 0;
-      for (std::size_t lane = 0; lane < lanes_each; ++lane) row[to * lanes_each + lane] = present ? row[from * lanes_each + lane] : 0;
+      for (std::size_t lane = 0; lane < lanes_each; ++lane) row[to * lanes_each + lane] = present ? row[from * lanes_each + lane] : bf16{};
     }
   }
 
@@ -522,15 +428,15 @@ class dropper {
   }
 
   /// The eviction of the boundary `length_`.
-  void evict(std::span<std::byte> memory) noexcept {
+  void evict(std::span<std::byte> memory, std::span<float> row_memory) noexcept {
     for (std::uint32_t h = 0; h < shape_.kv_heads; ++h) {
       workspace space(memory);
-      scratch work(space, heads_[h].positions.size(), rule_);
-      evict(h, work);
+      scratch work(space, heads_[h].positions.size(), *this);
+      evict(h, work, row_memory);
     }
   }
 
-  void evict(std::uint32_t h, scratch& work) noexcept {
+  void evict(std::uint32_t h, scratch& work, std::span<float> row_memory) noexcept {
     const dropper_options& common = rule_.eviction();
     head_entries& head = heads_[h];
     const std::uint64_t newest = length_ - std::min<std::uint64_t>(length_, common.window);
@@ -547,13 +453,14 @@ class dropper {
     const std::span<std::uint32_t> candidates = work.order.first(older - sinks);
     for (std::size_t i = 0; i < candidates.size(); ++i) candidates[i] = static_cast<std::uint32_t>(sinks + i);
     if constexpr (attention_scorer<Rule>) {
-      judge(h, older, work.held.first(count), work);
+      judge(h, older, work.held.first(count), work, row_memory);
       detail::best_first<double>(candidates, common.budget, work.scores);
     }
-    for (const std::uint32_t each : candidates.subspan(common.budget)) head.gone[work.held[each]] = length_ + 1;
+    for (const std::uint32_t each : candidates.subspan(common.budget)) head.gone[work.held[each]] = static_cast<std::uint32_t>(length_ + 1);
   }
 
-  void judge(std::uint32_t h, std::size_t older, std::span<const std::uint32_t> held, scratch& work) const noexcept {
+  void judge(std::uint32_t h, std::size_t older, std::span<const std::uint32_t> held, scratch& work,
+             std::span<float> row_memory) const noexcept {
     const head_entries& head = heads_[h];
     const std::size_t lanes_each = lanes();
     std::uint64_t folded = head.folded;
@@ -566,21 +473,30 @@ class dropper {
     }
     for (std::size_t i = 0; i < held.size(); ++i) {
       work.positions[i] = head.positions[held[i]];
-      work.values[i] = head.value(held[i], shape_).data();
       for (std::size_t lane = 0; lane < lanes_each; ++lane) work.states[i * lanes_each + lane] = work.states[held[i] * lanes_each + lane];
+      if constexpr (Rule::reads_values)
+        read(value_format_, head.values, h, held[i], work.values.subspan(i * shape_.value_dim, shape_.value_dim), row_memory);
     }
-    rule_.score(judged_entries<Scalar, summary_type>{h, older, work.positions.first(held.size()),
-                                                     work.states.first(held.size() * lanes_each), work.values.first(held.size()), sum},
+    rule_.score(judged_entries<summary_type>{h, older, work.positions.first(held.size()), work.states.first(held.size() * lanes_each),
+                                             work.values, sum},
                 work.memory, work.scores.first(older));
   }
 
   layer_shape shape_;
   Rule rule_;
+  Keys key_format_;
+  Values value_format_;
   detail::eviction_schedule schedule_;
   std::uint64_t length_ = 0;
   std::uint64_t greatest_ = 0;   ///< length so far
   std::uint64_t next_drop_ = 0;  ///< the first boundary whose eviction can still be undone
+  std::uint64_t saturated_ = 0;
   std::vector<head_entries> heads_;
 };
+
+/// A dropper that keeps what it keeps in few bits: `quantised_dropper<bf16, window_attention, symmetric<4>, turbo_quant<4>>` is SnapKV on
+/// int4 keys and TurboQuant values. The quantisers' groups are single tokens.
+template <cache_scalar Scalar, eviction_rule Rule, quantiser Keys, quantiser Values>
+using quantised_dropper = dropper<Scalar, Rule, packed_rows<Scalar, Keys>, packed_rows<Scalar, Values>>;
 
 }  // namespace kvexact

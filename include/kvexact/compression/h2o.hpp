@@ -16,6 +16,7 @@ class accumulated_attention {
   using options = dropper_options;
   struct summary {};
   struct memory {};
+  static constexpr bool reads_values = false;
 
   [[nodiscard]] static result<accumulated_attention> make(const layer_shape&, const options& chosen) noexcept {
     return accumulated_attention(chosen);
@@ -26,17 +27,16 @@ class accumulated_attention {
   [[nodiscard]] std::uint32_t lanes() const noexcept { return 1; }
   [[nodiscard]] memory take(workspace&, std::size_t) const noexcept { return {}; }
 
-  summary reduce(const scored_query&, std::span<const float> weights, std::span<float> row, std::span<std::uint32_t>) const noexcept {
+  summary reduce(const scored_query&, std::span<const float> weights, std::span<bf16> row, std::span<std::uint32_t>) const noexcept {
     detail::mean_over_heads(weights, row);
     return {};
   }
 
-  void fold(const scored_query&, std::span<const float> row, const summary&, std::span<float> states, summary&) const noexcept {
-    for (std::size_t i = 0; i < row.size(); ++i) states[i] += row[i];
+  void fold(const scored_query&, std::span<const bf16> row, const summary&, std::span<float> states, summary&) const noexcept {
+    for (std::size_t i = 0; i < row.size(); ++i) states[i] += row[i].to_float();
   }
 
-  template <class Scalar>
-  void score(const judged_entries<Scalar, summary>& entries, memory&, std::span<double> scores) const noexcept {
+  void score(const judged_entries<summary>& entries, memory&, std::span<double> scores) const noexcept {
     for (std::size_t i = 0; i < entries.older; ++i) scores[i] = entries.states[i];
   }
 

@@ -87,6 +87,7 @@ inline void pool(std::span<const double> in, const drift_kernel& kernel, std::sp
 class output_change {
  public:
   static constexpr std::uint32_t most_kernel = 1023;
+  static constexpr bool reads_values = true;
   using options = rest_kv_options;
 
   struct summary {
@@ -125,7 +126,7 @@ class output_change {
     return {space.take<double>(value_dim_), space.take<double>(value_dim_), space.take<double>(entries)};
   }
 
-  summary reduce(const scored_query& query, std::span<const float> weights, std::span<float> row,
+  summary reduce(const scored_query& query, std::span<const float> weights, std::span<bf16> row,
                  std::span<std::uint32_t> order) const noexcept {
     const std::size_t heads = lanes();
     const std::size_t entries = weights.size() / heads;
@@ -133,7 +134,7 @@ class output_change {
     double sum = 0;
     for (std::size_t h = 0; h < heads; ++h) {
       const std::span<const float> head = weights.subspan(h * entries, entries);
-      for (std::size_t i = 0; i < entries; ++i) row[i * heads + h] = head[i];
+      for (std::size_t i = 0; i < entries; ++i) row[i * heads + h] = bf16::from_float(head[i]);
       sum += indices_of_largest(head, largest, order);
     }
     const auto count = static_cast<double>(heads * largest);
@@ -141,15 +142,17 @@ class output_change {
     return first_half ? summary{sum, 0, count, 0} : summary{0, sum, 0, count};
   }
 
-  void fold(const scored_query& query, std::span<const float> row, const summary& of_row, std::span<float> states,
+  void fold(const scored_query& query, std::span<const bf16> row, const summary& of_row, std::span<float> states,
             summary& sum) const noexcept {
     if (query.first) sum = {};
     sum = {sum.first + of_row.first, sum.second + of_row.second, sum.firsts + of_row.firsts, sum.seconds + of_row.seconds};
-    for (std::size_t i = 0; i < row.size(); ++i) states[i] = query.first ? row[i] : states[i] + options_.smoothing * (row[i] - states[i]);
+    for (std::size_t i = 0; i < row.size(); ++i) {
+      const float newer = row[i].to_float();
+      states[i] = query.first ? newer : states[i] + options_.smoothing * (newer - states[i]);
+    }
   }
 
-  template <class Scalar>
-  void score(const judged_entries<Scalar, summary>& entries, memory& work, std::span<double> scores) const noexcept {
+  void score(const judged_entries<summary>& entries, memory& work, std::span<double> scores) const noexcept {
     std::ranges::fill(work.raw, 0.0);
     for (std::size_t h = 0; h < lanes(); ++h) add_change(entries, h, work);
     const auto& [first, second, firsts, seconds] = entries.summary;
@@ -176,8 +179,7 @@ class output_change {
   }
 
   /// Adds the change that each entry would make to the output of one query head.
-  template <class Scalar>
-  void add_change(const judged_entries<Scalar, summary>& entries, std::size_t h, memory& work) const noexcept {
+  void add_change(const judged_entries<summary>& entries, std::size_t h, memory& work) const noexcept {
     const std::size_t heads = lanes();
     const std::size_t square = std::size_t{value_dim_} * value_dim_;
     const auto gram =
@@ -187,13 +189,13 @@ class output_change {
     for (std::size_t i = 0; i < entries.positions.size(); ++i) {
       const double weight = entries.states[i * heads + h];
       total += weight;
-      for (std::size_t d = 0; d < value_dim_; ++d) work.output[d] += weight * entries.values[i][d].to_float();
+      for (std::size_t d = 0; d < value_dim_; ++d) work.output[d] += weight * entries.values[i * value_dim_ + d];
     }
     if (total == 0) return;
     for (double& each : work.output) each /= total;
     const double output = detail::projected_norm<double>(work.output, gram);
     for (std::size_t i = 0; i < entries.older; ++i) {
-      for (std::size_t d = 0; d < value_dim_; ++d) work.difference[d] = work.output[d] - entries.values[i][d].to_float();
+      for (std::size_t d = 0; d < value_dim_; ++d) work.difference[d] = work.output[d] - entries.values[i * value_dim_ + d];
       const double difference = detail::projected_norm<double>(work.difference, gram);
       work.raw[i] += detail::leave_one_out(entries.states[i * heads + h] / total, difference, output);
     }

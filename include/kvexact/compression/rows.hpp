@@ -30,6 +30,7 @@ template <class Scalar>
   }
   if (tokens > std::numeric_limits<std::uint32_t>::max()) return error{error_code::out_of_range, "too many tokens in one call"};
   for (const cache_part part : cache_parts) {
+    if (shape.channels(part) == 0) continue;
     for (std::uint64_t t = 0; t < tokens; ++t) {
       for (std::uint32_t h = 0; h < shape.kv_heads; ++h) {
         const Scalar* const row = row_of(rows.part(part), t, h);

@@ -22,6 +22,7 @@ class window_attention {
   using options = snap_kv_options;
   struct summary {};
   struct memory {};
+  static constexpr bool reads_values = false;
 
   /// Errors: invalid_argument.
   [[nodiscard]] static result<window_attention> make(const layer_shape&, const options& chosen) noexcept {
@@ -35,17 +36,16 @@ class window_attention {
   [[nodiscard]] std::uint32_t lanes() const noexcept { return 1; }
   [[nodiscard]] memory take(workspace&, std::size_t) const noexcept { return {}; }
 
-  summary reduce(const scored_query&, std::span<const float> weights, std::span<float> row, std::span<std::uint32_t>) const noexcept {
+  summary reduce(const scored_query&, std::span<const float> weights, std::span<bf16> row, std::span<std::uint32_t>) const noexcept {
     detail::mean_over_heads(weights, row);
     return {};
   }
 
-  void fold(const scored_query& query, std::span<const float> row, const summary&, std::span<float> states, summary&) const noexcept {
-    for (std::size_t i = 0; i < row.size(); ++i) states[i] = query.first ? row[i] : states[i] + row[i];
+  void fold(const scored_query& query, std::span<const bf16> row, const summary&, std::span<float> states, summary&) const noexcept {
+    for (std::size_t i = 0; i < row.size(); ++i) states[i] = query.first ? row[i].to_float() : states[i] + row[i].to_float();
   }
 
-  template <class Scalar>
-  void score(const judged_entries<Scalar, summary>& entries, memory&, std::span<double> scores) const noexcept {
+  void score(const judged_entries<summary>& entries, memory&, std::span<double> scores) const noexcept {
     const std::uint64_t reach = options_.kernel / 2;
     std::size_t first = 0;
     for (std::size_t i = 0; i < entries.older; ++i) {
