@@ -17,77 +17,33 @@
 #include <kvexact/numeric/bf16.hpp>
 #include <kvexact/tensor/cache_shape.hpp>
 
+#include "any_draft_cache.hpp"
+#include "draft_calibration.hpp"
 #include "engine.hpp"
 
 namespace kvexact::examples {
 
 /// What a method can calibrate on, and what it is told of the layer that it is made for.
 struct draft_setting {
-  const std::vector<float>* key_means;    ///< of each layer, [kv_heads, head_dim]
-  const std::vector<float>* value_means;
-  std::uint32_t query_heads;              ///< of one KV head
-  std::uint64_t context;                  ///< tokens of the prompt
+  const draft_calibration* calibration;  ///< outlives what is made with it
+  std::uint32_t query_heads;             ///< of one KV head
+  std::uint64_t context;                 ///< tokens of the prompt
 };
 
-/// A compressor of one layer, whatever it is.
-class draft_layer {
- public:
-  virtual ~draft_layer() = default;
-  virtual result<void> append(const layer_tensors<const bf16>& rows, std::uint64_t tokens) = 0;
-  virtual result<void> attend(std::uint32_t head, const attention_call& call) = 0;
-  [[nodiscard]] virtual bool observes(std::uint64_t position) const = 0;
-  [[nodiscard]] virtual std::size_t bytes() const = 0;
-  [[nodiscard]] virtual std::size_t entries(std::uint32_t head) const = 0;
-  virtual result<void> materialise(std::uint32_t head, const materialised_head& out) const = 0;
-};
-
-template <layer_compressor C>
-class draft_layer_of final : public draft_layer {
- public:
-  explicit draft_layer_of(C cache) : cache_(std::move(cache)) {}
-
-  result<void> append(const layer_tensors<const bf16>& rows, std::uint64_t tokens) override { return cache_.append(rows, tokens); }
-  result<void> attend(std::uint32_t head, const attention_call& call) override {
-    if constexpr (observes_attention<C>) {
-      const std::uint64_t position = cache_.length() - 1;
-      if (cache_.observes(position)) {
-        weights_.resize(call.log_mass.size() * cache_.entries(head));
-        const auto attended = attend_materialised(cache_, head, call, weights_);
-        return attended ? cache_.observe({head, position, weights_, call.queries}) : attended;
-      }
-    }
-    return kvexact::attend(cache_, head, call);
-  }
-  bool observes(std::uint64_t position) const override {
-    if constexpr (observes_attention<C>) {
-      return cache_.observes(position);
-    } else {
-      return false;
-    }
-  }
-  std::size_t bytes() const override { return cache_.bytes(); }
-  std::size_t entries(std::uint32_t head) const override { return cache_.entries(head); }
-  result<void> materialise(std::uint32_t head, const materialised_head& out) const override { return cache_.materialise(head, out); }
-
- private:
-  C cache_;
-  std::vector<float> weights_;
-};
-
-/// A method by name: makes a layer's compressor.
+/// A method by name: makes a sequence's draft cache.
 struct draft_method {
   std::string name;
   std::string needs;  ///< what it takes to operate: calibration, state, restrictions
-  std::function<result<std::unique_ptr<draft_layer>>(const layer_shape&, std::size_t layer, const draft_setting&)> make;
+  std::function<result<any_draft_cache>(const cache_shape&, const draft_setting&)> make;
 };
 
 /// The draft cache of a sequence for `engine::step`.
 class draft_token_cache final : public token_cache {
  public:
-  draft_token_cache(const model_shape& model, std::vector<std::unique_ptr<draft_layer>> layers) : model_(model), layers_(std::move(layers)) {}
+  draft_token_cache(const model_shape& model, any_draft_cache cache) : model_(model), cache_(std::move(cache)) {}
 
   status append(std::size_t layer, std::span<const bf16> keys, std::span<const bf16> values) override {
-    return checked(layers_[layer]->append(rows_at(keys.data(), values.data()), 1), layer);
+    return checked(cache_.append(static_cast<std::uint32_t>(layer), rows_at(keys.data(), values.data()), 1));
   }
   status attend(std::size_t layer, std::span<const float> queries, std::span<float> out) override {
     const std::size_t shared = model_.heads / model_.kv_heads, each = shared * model_.head_dim;
@@ -96,7 +52,7 @@ class draft_token_cache final : public token_cache {
     mass_.resize(shared);
     for (std::size_t head = 0; head < model_.kv_heads; ++head) {
       const attention_call call{std::span(scaled_).subspan(head * each, each), out.subspan(head * each, each), mass_};
-      const status attended = checked(layers_[layer]->attend(static_cast<std::uint32_t>(head), call), layer);
+      const status attended = checked(attend(static_cast<std::uint32_t>(layer), static_cast<std::uint32_t>(head), call));
       if (!attended) return attended;
     }
     return done;
@@ -104,33 +60,60 @@ class draft_token_cache final : public token_cache {
 
   /// Rows of many tokens at once, [tokens, kv_heads, head_dim].
   status fill(std::size_t layer, std::span<const bf16> keys, std::span<const bf16> values) {
-    return checked(layers_[layer]->append(rows_at(keys.data(), values.data()), keys.size() / model_.kv_width()), layer);
+    return checked(cache_.append(static_cast<std::uint32_t>(layer), rows_at(keys.data(), values.data()), keys.size() / model_.kv_width()));
   }
   [[nodiscard]] bool observes(std::uint64_t position) const {
-    for (const auto& layer : layers_)
-      if (layer->observes(position)) return true;
+    for (std::uint32_t l = 0; l < cache_.shape().layers(); ++l)
+      if (cache_.observes(l, position)) return true;
     return false;
   }
-  [[nodiscard]] std::size_t bytes() const {
-    std::size_t sum = 0;
-    for (const auto& layer : layers_) sum += layer->bytes();
-    return sum;
-  }
-  [[nodiscard]] draft_layer& layer(std::size_t index) { return *layers_[index]; }
+  [[nodiscard]] const any_draft_cache& cache() const { return cache_; }
 
  private:
   [[nodiscard]] layer_tensors<const bf16> rows_at(const bf16* keys, const bf16* values) const {
     const auto heads = static_cast<std::uint32_t>(model_.kv_heads), dim = static_cast<std::uint32_t>(model_.head_dim);
     return {strided_tensor<const bf16>::nhd(keys, heads, dim), strided_tensor<const bf16>::nhd(values, heads, dim)};
   }
-  [[nodiscard]] static status checked(const result<void>& outcome, std::size_t layer) {
+  result<void> attend(std::uint32_t layer, std::uint32_t head, const attention_call& call) {
+    const std::uint64_t position = cache_.length(layer) - 1;
+    if (!cache_.observes(layer, position)) return cache_.attend(layer, head, call);
+    weights_.resize(call.log_mass.size() * cache_.entries(layer, head));
+    const auto attended = cache_.attend(layer, head, call, weights_);
+    return attended ? cache_.observe(layer, {head, position, weights_, call.queries}) : attended;
+  }
+  [[nodiscard]] static status checked(const result<void>& outcome) {
     if (outcome) return done;
-    return failure{outcome.error().code, outcome.error().at_layer(static_cast<std::int64_t>(layer)).message()};
+    return failure{outcome.error().code, outcome.error().message()};
   }
 
   model_shape model_;
-  std::vector<std::unique_ptr<draft_layer>> layers_;
-  std::vector<float> scaled_, mass_;
+  any_draft_cache cache_;
+  std::vector<float> scaled_, mass_, weights_;
 };
+
+/// A method's cache with all of a prompt but its last token, which is for the first step. `exact` holds the prompt's K and V; where a method
+/// observes attention, tokens go one by one through the model instead.
+[[nodiscard]] inline outcome<draft_token_cache> cache_of_prompt(engine& model, const draft_method& method, const draft_calibration& calibration,
+                                                                std::span<const std::uint32_t> prompt, const kv_cache& exact) {
+  const model_shape& shape = model.shape();
+  const draft_setting setting{&calibration, static_cast<std::uint32_t>(shape.heads / shape.kv_heads), prompt.size()};
+  const auto heads = static_cast<std::uint32_t>(shape.kv_heads), dim = static_cast<std::uint32_t>(shape.head_dim);
+  const auto all = cache_shape::uniform(static_cast<std::uint32_t>(shape.layers), {heads, dim, dim});
+  if (!all) return failure{all.error().code, all.error().message()};
+  auto made = method.make(*all, setting);
+  if (!made) return failure{made.error().code, method.name + ": " + made.error().message()};
+  draft_token_cache cache(shape, *std::move(made));
+  std::size_t unobserved = 0;
+  while (unobserved + 1 < prompt.size() && !cache.observes(unobserved)) ++unobserved;
+  for (std::size_t l = 0; l < shape.layers; ++l) {
+    const status filled = cache.fill(l, exact.keys(l, unobserved), exact.values(l, unobserved));
+    if (!filled) return filled.error();
+  }
+  for (std::size_t t = unobserved; t + 1 < prompt.size(); ++t) {
+    const auto hidden = model.step(prompt[t], t, exact.rotary(), cache);
+    if (!hidden) return hidden.error();
+  }
+  return cache;
+}
 
 }  // namespace kvexact::examples

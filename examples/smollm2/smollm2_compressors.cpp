@@ -11,7 +11,7 @@
 
 #include <CLI/CLI.hpp>
 
-#include "draft_methods.hpp"
+#include "draft_method_choice.hpp"
 #include "engine.hpp"
 #include "token_file.hpp"
 #include "tool_options.hpp"
@@ -53,79 +53,68 @@ class recording_cache final : public token_cache {
   std::vector<std::vector<float>> queries_;
 };
 
-/// What the full cache gives for one text, and the prompt's exact keys and values.
+/// What the full cache gives for one text, decoded step by step as the others are, and the prompt's exact keys and values.
 struct reference {
   std::vector<std::uint32_t> ids;                  // context + steps
   std::size_t context = 0, steps = 0;
-  examples::kv_cache cache;                                  // of all ids
+  examples::kv_cache cache;                        // of the prompt
   std::vector<std::vector<double>> distributions;  // log probabilities after ids[context - 1 + i]
   std::vector<std::uint32_t> greedy;               // what the model itself continues the prompt with
   std::vector<std::vector<float>> queries;         // of the first steps
+
+  [[nodiscard]] std::span<const std::uint32_t> prompt() const { return std::span(ids).first(context); }
 };
 
+/// Of one method on one text, or means over texts.
 struct measured {
-  double bits = 0, key_error = 0, value_error = 0, first_choices = 0, divergence = 0, agreement = 0, tokens_per_second = 0, fill_seconds = 0;
-  std::size_t same_tokens = 0;
+  double bits = 0, key_error = 0, value_error = 0, first_choices = 0, divergence = 0, agreement = 0, same_tokens = 0, tokens_per_second = 0, fill_seconds = 0;
 };
 
 constexpr std::size_t recorded_steps = 4;
 
 class comparison {
  public:
-  comparison(engine& model, std::vector<std::vector<float>> key_means, std::vector<std::vector<float>> value_means)
-      : model_(&model), key_means_(std::move(key_means)), value_means_(std::move(value_means)) {}
+  comparison(engine& model, draft_calibration calibration) : model_(&model), calibration_(std::move(calibration)) {}
 
   outcome<reference> refer(std::span<const std::uint32_t> ids, std::size_t context, std::size_t steps) {
     auto cache = model_->make_cache(context + steps);
     if (!cache) return cache.error();
     reference made{{ids.begin(), ids.begin() + static_cast<std::ptrdiff_t>(context + steps)}, context, steps, *std::move(cache), {}, {}, {}};
-    const auto hidden = model_->forward(std::span(made.ids).first(context), 0, made.cache);
+    const auto hidden = model_->forward(made.prompt(), 0, made.cache);
     if (!hidden) return hidden.error();
-    const std::size_t width = model_->shape().width;
-    std::vector<float> logits(model_->shape().vocabulary);
-    std::vector<bf16> last(hidden->end() - static_cast<std::ptrdiff_t>(width), hidden->end());
-    // Greedy first, then the text over it.
-    std::vector<bf16> state = last;
+    const draft_method full = all_draft_methods().front();
+    auto on_text = fill(full, made);
+    if (!on_text) return on_text.error();
+    recording_cache recorder(*on_text);
     for (std::size_t i = 0; i < steps; ++i) {
-      model_->logits(state, logits);
-      made.greedy.push_back(best_of(logits));
-      const auto next = model_->forward(std::span(&made.greedy.back(), 1), context + i, made.cache);
-      if (!next) return next.error();
-      state = *next;
-    }
-    state = last;
-    for (std::size_t i = 0; i < steps; ++i) {
-      model_->logits(state, logits);
-      made.distributions.push_back(log_softmax(logits));
-      const auto next = model_->forward(std::span(made.ids).subspan(context + i, 1), context + i, made.cache);
-      if (!next) return next.error();
-      state = *next;
-    }
-    auto exact = fill(all_draft_methods().front(), made);
-    if (!exact) return exact.error();
-    recording_cache recorder(*exact);
-    for (std::size_t i = 0; i < std::min(recorded_steps, steps); ++i) {
-      const auto step = model_->step(made.ids[context - 1 + i], context - 1 + i, made.cache.rotary(), recorder);
-      if (!step) return step.error();
+      const auto logits = step(made, i, made.ids[context - 1 + i], i < recorded_steps ? static_cast<token_cache&>(recorder) : *on_text);
+      if (!logits) return logits.error();
+      made.distributions.push_back(log_softmax(*logits));
     }
     made.queries = recorder.queries();
+    auto alone = fill(full, made);
+    if (!alone) return alone.error();
+    std::uint32_t token = made.prompt().back();
+    for (std::size_t i = 0; i < steps; ++i) {
+      const auto logits = step(made, i, token, *alone);
+      if (!logits) return logits.error();
+      token = best_of(*logits);
+      made.greedy.push_back(token);
+    }
     return made;
   }
 
   outcome<measured> measure(const draft_method& method, const reference& of) {
-    const std::size_t context = of.context;
     measured found;
     const auto begin = std::chrono::steady_clock::now();
     auto cache = fill(method, of);
     if (!cache) return cache.error();
     found.fill_seconds = since(begin);
-    std::vector<float> logits(model_->shape().vocabulary);
     const auto start = std::chrono::steady_clock::now();
     for (std::size_t i = 0; i < of.steps; ++i) {
-      const auto hidden = model_->step(of.ids[context - 1 + i], context - 1 + i, of.cache.rotary(), *cache);
-      if (!hidden) return hidden.error();
-      model_->logits(*hidden, logits);
-      const std::vector<double> own = log_softmax(logits);
+      const auto logits = step(of, i, of.ids[of.context - 1 + i], *cache);
+      if (!logits) return logits.error();
+      const std::vector<double> own = log_softmax(*logits);
       const std::vector<double>& full = of.distributions[i];
       double divergence = 0;
       for (std::size_t v = 0; v < own.size(); ++v) divergence += std::exp(full[v]) * (full[v] - own[v]);
@@ -138,12 +127,11 @@ class comparison {
 
     auto again = fill(method, of);
     if (!again) return again.error();
-    std::uint32_t token = of.ids[context - 1];
+    std::uint32_t token = of.prompt().back();
     for (std::size_t i = 0; i < of.steps; ++i) {
-      const auto hidden = model_->step(token, context - 1 + i, of.cache.rotary(), *again);
-      if (!hidden) return hidden.error();
-      model_->logits(*hidden, logits);
-      token = best_of(logits);
+      const auto logits = step(of, i, token, *again);
+      if (!logits) return logits.error();
+      token = best_of(*logits);
       if (token != of.greedy[i]) break;
       ++found.same_tokens;
     }
@@ -151,45 +139,33 @@ class comparison {
   }
 
  private:
-  /// The prompt but for its last token, which is the first step. Where attention is observed, tokens go one by one through the model.
   outcome<draft_token_cache> fill(const draft_method& method, const reference& of) {
-    const model_shape& shape = model_->shape();
-    const draft_setting setting{key_means_.data(), value_means_.data(), static_cast<std::uint32_t>(shape.heads / shape.kv_heads), of.context};
-    const auto heads = static_cast<std::uint32_t>(shape.kv_heads), dim = static_cast<std::uint32_t>(shape.head_dim);
-    std::vector<std::unique_ptr<draft_layer>> layers;
-    for (std::size_t l = 0; l < shape.layers; ++l) {
-      auto made = method.make({heads, dim, dim}, l, setting);
-      if (!made) return failure{made.error().code, method.name + ": " + made.error().message()};
-      layers.push_back(*std::move(made));
-    }
-    draft_token_cache cache(shape, std::move(layers));
-    std::size_t unobserved = 0;
-    while (unobserved + 1 < of.context && !cache.observes(unobserved)) ++unobserved;
-    for (std::size_t l = 0; l < shape.layers; ++l) {
-      const status filled = cache.fill(l, of.cache.keys(l, unobserved), of.cache.values(l, unobserved));
-      if (!filled) return filled.error();
-    }
-    for (std::size_t t = unobserved; t + 1 < of.context; ++t) {
-      const auto hidden = model_->step(of.ids[t], t, of.cache.rotary(), cache);
-      if (!hidden) return hidden.error();
-    }
-    return cache;
+    return cache_of_prompt(*model_, method, calibration_, of.prompt(), of.cache);
+  }
+
+  /// Logits after the `i`th token from the prompt's last one on.
+  outcome<std::vector<float>> step(const reference& of, std::size_t i, std::uint32_t token, token_cache& cache) {
+    const auto hidden = model_->step(token, of.context - 1 + i, of.cache.rotary(), cache);
+    if (!hidden) return hidden.error();
+    std::vector<float> logits(model_->shape().vocabulary);
+    model_->logits(*hidden, logits);
+    return logits;
   }
 
   /// Size at the end, and errors of what is left of the prompt.
   void weigh(draft_token_cache& cache, const reference& of, measured& found) const {
     const model_shape& shape = model_->shape();
     const std::size_t dim = shape.head_dim, kv_width = shape.kv_width(), shared = shape.heads / shape.kv_heads;
-    found.bits = 8.0 * static_cast<double>(cache.bytes()) / static_cast<double>(2 * kv_width * shape.layers * (of.context + of.steps - 1));
+    found.bits = 8.0 * static_cast<double>(cache.cache().bytes()) / static_cast<double>(2 * kv_width * shape.layers * (of.context + of.steps - 1));
     double key_error = 0, keys_squared = 0, value_error = 0, values_squared = 0;
     std::size_t kept = 0, all = 0;
     for (std::size_t l = 0; l < shape.layers; ++l) {
       const std::span<const bf16> exact_keys = of.cache.keys(l, of.context), exact_values = of.cache.values(l, of.context);
       for (std::size_t head = 0; head < shape.kv_heads; ++head) {
-        std::size_t entries = cache.layer(l).entries(static_cast<std::uint32_t>(head));
+        std::size_t entries = cache.cache().entries(static_cast<std::uint32_t>(l), static_cast<std::uint32_t>(head));
         std::vector<std::uint64_t> positions(entries);
         std::vector<float> keys(entries * dim), values(entries * dim);
-        if (!cache.layer(l).materialise(static_cast<std::uint32_t>(head), {positions, keys, values})) continue;
+        if (!cache.cache().materialise(static_cast<std::uint32_t>(l), static_cast<std::uint32_t>(head), {positions, keys, values})) continue;
         // What was decoded since has no exact counterpart: the model computed it from the draft cache.
         entries = static_cast<std::size_t>(std::lower_bound(positions.begin(), positions.end(), of.context - 1) - positions.begin());
         const auto add = [&](std::span<const float> got, std::span<const bf16> exact, double& error, double& squared) {
@@ -234,28 +210,54 @@ class comparison {
   }
 
   engine* model_;
-  std::vector<std::vector<float>> key_means_, value_means_;
+  draft_calibration calibration_;
 };
 
-/// Means of every channel over some text, of each layer.
-status means_of(engine& model, std::span<const std::uint32_t> ids, std::vector<std::vector<float>>& keys, std::vector<std::vector<float>>& values) {
-  auto cache = model.make_cache(ids.size());
-  if (!cache) return cache.error();
-  const auto hidden = model.forward(ids, 0, *cache);
-  if (!hidden) return hidden.error();
-  const std::size_t width = model.shape().kv_width();
-  for (std::size_t l = 0; l < model.shape().layers; ++l) {
-    const auto mean = [&](std::span<const bf16> rows) {
-      std::vector<double> sums(width);
-      for (std::size_t i = 0; i < rows.size(); ++i) sums[i % width] += static_cast<double>(rows[i].to_float());
-      std::vector<float> means(width);
-      for (std::size_t c = 0; c < width; ++c) means[c] = static_cast<float>(sums[c] / static_cast<double>(ids.size()));
-      return means;
-    };
-    keys.push_back(mean(cache->keys(l, ids.size())));
-    values.push_back(mean(cache->values(l, ids.size())));
+/// What a method did on the texts of one context.
+struct on_texts {
+  measured mean;
+  double least_divergence = std::numeric_limits<double>::infinity(), most_divergence = 0;
+};
+
+outcome<on_texts> measure(comparison& compare, const draft_method& method, std::span<const reference> texts) {
+  on_texts all;
+  for (const reference& text : texts) {
+    const auto found = compare.measure(method, text);
+    if (!found) return found.error();
+    for (double measured::*const each :
+         {&measured::bits, &measured::key_error, &measured::value_error, &measured::first_choices, &measured::divergence, &measured::agreement,
+          &measured::same_tokens, &measured::tokens_per_second, &measured::fill_seconds})
+      all.mean.*each += (*found).*each / static_cast<double>(texts.size());
+    all.least_divergence = std::min(all.least_divergence, found->divergence);
+    all.most_divergence = std::max(all.most_divergence, found->divergence);
   }
-  return done;
+  return all;
+}
+
+/// "a / b / c", one for each context.
+template <class Print>
+void print_cell(std::span<const on_texts> contexts, const Print& print) {
+  std::printf("| ");
+  for (std::size_t i = 0; i < contexts.size(); ++i) {
+    if (i > 0) std::printf(" / ");
+    print(contexts[i]);
+  }
+  std::printf(" ");
+}
+
+void print_row(const draft_method& method, std::span<const on_texts> contexts) {
+  std::printf("| %s ", method.name.c_str());
+  print_cell(contexts, [](const on_texts& at) { std::printf("%.2f", at.mean.bits); });
+  print_cell(contexts.last(1), [](const on_texts& at) { std::printf("%.2g", at.mean.key_error); });
+  print_cell(contexts.last(1), [](const on_texts& at) { std::printf("%.2g", at.mean.value_error); });
+  print_cell(contexts, [](const on_texts& at) { std::printf("%.3f", at.mean.first_choices); });
+  print_cell(contexts, [](const on_texts& at) { std::printf("%.4f (%.4f..%.4f)", at.mean.divergence, at.least_divergence, at.most_divergence); });
+  print_cell(contexts, [](const on_texts& at) { std::printf("%.3f", at.mean.agreement); });
+  print_cell(contexts, [](const on_texts& at) { std::printf("%.0f", at.mean.same_tokens); });
+  print_cell(contexts, [](const on_texts& at) { std::printf("%.1f", at.mean.tokens_per_second); });
+  print_cell(contexts, [](const on_texts& at) { std::printf("%.2f", at.mean.fill_seconds); });
+  std::printf("| %s |\n", method.needs.c_str());
+  std::fflush(stdout);
 }
 
 }  // namespace
@@ -263,19 +265,21 @@ status means_of(engine& model, std::span<const std::uint32_t> ids, std::vector<s
 int main(int argc, char** argv) {
   CLI::App app(
       "Compares lossy caches of SmolLM2-135M: the model reads the compressed cache itself and writes its own keys and values into it.\n"
-      "Prints a table in Markdown: bits a value (all memory counted), relative squared errors of K and V, how often the largest attention\n"
-      "weight stays where it was, KL divergence and agreement of the next token on the text, tokens until greedy decoding first differs.");
+      "Prints a table in Markdown: bits a value (all memory counted), relative squared errors of K and V at the last context, how often the\n"
+      "largest attention weight stays where it was, KL divergence (least and most of the texts) and agreement of the next token on the text,\n"
+      "tokens until greedy decoding first differs. Means over the texts; all against the full cache, decoded the same way.");
   std::vector<std::string> tokens;
-  std::vector<std::string> only;
-  std::string calibration;
-  std::vector<std::size_t> contexts{512};
+  std::string calibration_text;
+  std::vector<std::size_t> contexts{512}, texts;
   std::size_t steps = 32;
+  draft_method_choice methods;
   engine_choice choice;
-  app.add_option("--tokens", tokens, "Token ids as decimal text; files are joined")->required()->type_name("FILE");
-  app.add_option("--calibration", calibration, "Token ids of other text, for means of channels")->required()->type_name("FILE");
-  app.add_option("--context", contexts, "Tokens of the prompt; several for several tables")->check(CLI::Range(64, 65536));
+  app.add_option("--tokens", tokens, "Token ids as decimal text; each file is a text")->required()->type_name("FILE");
+  app.add_option("--calibration", calibration_text, "Token ids of other text, for means of channels")->required()->type_name("FILE");
+  app.add_option("--context", contexts, "Tokens of the prompt; several for several columns")->check(CLI::Range(64, 65536));
+  app.add_option("--texts", texts, "How many of the files are used at each context; by default all")->check(CLI::Range(1, 1024))->type_name("N");
   app.add_option("--steps", steps, "Tokens decoded after the prompt")->check(CLI::Range(1, 4096));
-  app.add_option("--only", only, "Only methods whose names hold one of these texts")->type_name("TEXT");
+  methods.add_to(app);
   choice.add_to(app);
   CLI11_PARSE(app, argc, argv);
 
@@ -283,41 +287,42 @@ int main(int argc, char** argv) {
     std::fprintf(stderr, "smollm2_compressors: %s\n", why.text.c_str());
     return 1;
   };
+  if (!texts.empty() && texts.size() != contexts.size())
+    return fail({error_code::invalid_argument, "--texts needs a number for each context"});
   auto model = choice.load();
   if (!model) return fail(model.error());
-  std::vector<std::uint32_t> ids;
-  for (const std::string& path : tokens) {
-    const auto more = read_tokens(path);
-    if (!more) return fail(more.error());
-    ids.insert(ids.end(), more->begin(), more->end());
-  }
-  const auto other = read_tokens(calibration);
+  const auto other = read_tokens(calibration_text);
   if (!other) return fail(other.error());
-  if (other->empty()) return fail({error_code::invalid_argument, calibration + ": holds no tokens"});
-  std::vector<std::vector<float>> key_means, value_means;
-  const status calibrated = means_of(*model, *other, key_means, value_means);
-  if (!calibrated) return fail(calibrated.error());
-  comparison compare(*model, std::move(key_means), std::move(value_means));
+  auto calibration = calibrate(*model, choice.folder, *other);
+  if (!calibration) return fail(calibration.error());
+  comparison compare(*model, *std::move(calibration));
 
-  for (const std::size_t context : contexts) {
-    if (ids.size() < context + steps)
-      return fail({error_code::invalid_argument, "a context of " + std::to_string(context) + " and " + std::to_string(steps) + " steps need more tokens than the files hold"});
-    const auto full = compare.refer(ids, context, steps);
-    if (!full) return fail(full.error());
-    std::printf("context %zu, %zu steps\n\n", context, steps);
-    std::printf("| method | bits | K error | V error | first choices kept | KL, nats | top-1 agreement | same greedy tokens | tokens/s | prompt, s | needs |\n");
-    std::printf("|---|---|---|---|---|---|---|---|---|---|---|\n");
-    for (const draft_method& method : all_draft_methods()) {
-      const auto is_meant = [&](const std::string& text) { return method.name.find(text) != std::string::npos; };
-      if (!only.empty() && std::none_of(only.begin(), only.end(), is_meant)) continue;
-      const auto found = compare.measure(method, *full);
-      if (!found) return fail(found.error());
-      std::printf("| %s | %.2f | %.2g | %.2g | %.3f | %.4f | %.3f | %zu of %zu | %.1f | %.2f | %s |\n", method.name.c_str(), found->bits,
-                  found->key_error, found->value_error, found->first_choices, found->divergence, found->agreement, found->same_tokens, steps,
-                  found->tokens_per_second, found->fill_seconds, method.needs.c_str());
-      std::fflush(stdout);
+  std::vector<std::vector<reference>> references(contexts.size());
+  for (std::size_t i = 0; i < contexts.size(); ++i) {
+    const std::size_t count = texts.empty() ? tokens.size() : std::min(texts[i], tokens.size());
+    for (const std::string& path : std::span(tokens).first(count)) {
+      const auto ids = read_tokens(path);
+      if (!ids) return fail(ids.error());
+      if (ids->size() < contexts[i] + steps)
+        return fail({error_code::invalid_argument, path + ": a context of " + std::to_string(contexts[i]) + " and " + std::to_string(steps) +
+                                                       " steps need more tokens than the file holds"});
+      auto full = compare.refer(*ids, contexts[i], steps);
+      if (!full) return fail(full.error());
+      references[i].push_back(*std::move(full));
     }
-    std::printf("\n");
+    std::printf("context %zu: %zu texts, %zu steps\n", contexts[i], count, steps);
+    std::fflush(stdout);
+  }
+  std::printf("\n| method | bits | K error | V error | first choices kept | KL, nats | top-1 agreement | same greedy tokens | tokens/s | prompt, s | needs |\n");
+  std::printf("|---|---|---|---|---|---|---|---|---|---|---|\n");
+  for (const draft_method& method : methods.methods()) {
+    std::vector<on_texts> row;
+    for (const std::vector<reference>& of : references) {
+      const auto found = measure(compare, method, of);
+      if (!found) return fail(found.error());
+      row.push_back(*found);
+    }
+    print_row(method, row);
   }
   return 0;
 }
