@@ -178,6 +178,7 @@ class echo_calibration {
       const bool is_kept = std::binary_search(map.kept.begin(), map.kept.end(), static_cast<std::uint32_t>(c));
       (is_kept ? in : out).push_back(features + c);
     }
+    if (out.empty()) return map;  // solvers do not take empty matrices
     Eigen::MatrixXd gram = covariance(in, in);
     regularise(gram, ridge);
     const Eigen::MatrixXd weights = gram.llt().solve(Eigen::MatrixXd(covariance(in, out))).transpose();
