@@ -81,6 +81,7 @@ TEST_CASE("kvarn: errors on even and uneven tiles as known") {
   CHECK(uneven_error<2>(true, false) == doctest::Approx(.239).epsilon(0.05));
   CHECK(uneven_error<2>(true, true) == doctest::Approx(.186).epsilon(0.05));
   CHECK(uneven_error<4>(false, false) == doctest::Approx(.0196).epsilon(0.1));
+  CHECK(uneven_error<4>(false, true) == doctest::Approx(.0196).epsilon(0.1));
   CHECK(uneven_error<4>(true, false) == doctest::Approx(.0096).epsilon(0.05));
   CHECK(uneven_error<4>(true, true) == doctest::Approx(.0068).epsilon(0.05));
 }

@@ -1,8 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
 #include <cmath>
+#include <vector>
 
 #include <doctest/doctest.h>
 
+#include <kvexact/compression/turbo_quant.hpp>
 #include <kvexact/compression/turbo_quant_product.hpp>
 
 #include "quantiser_checks.hpp"
@@ -34,6 +37,27 @@ std::pair<double, double> products() {
   return {dim * error / (tokens * seeds), own / (tokens * seeds)};
 }
 
+/// How often the key with the largest product stays the same, of 1024 keys of normal values.
+template <class Format>
+double first_choices_kept(const Format& format) {
+  constexpr std::size_t dim = 128, keys = 1024, queries = 200;
+  const std::vector<float> values = normal_values(keys * dim, 33), asked = normal_values(queries * dim, 34), back = through(format, values);
+  const auto best = [&](const std::vector<float>& of, std::size_t query) {
+    std::size_t found = 0;
+    float most = -1e30F;
+    for (std::size_t k = 0; k < keys; ++k) {
+      float product = 0;
+      for (std::size_t c = 0; c < dim; ++c) product += asked[query * dim + c] * of[k * dim + c];
+      if (product > most) found = k;
+      most = std::max(most, product);
+    }
+    return found;
+  };
+  std::size_t kept = 0;
+  for (std::size_t q = 0; q < queries; ++q) kept += best(values, q) == best(back, q) ? 1 : 0;
+  return static_cast<double>(kept) / queries;
+}
+
 }  // namespace
 
 TEST_CASE("turbo_quant_product: keeps a quantiser's promises") {
@@ -55,6 +79,11 @@ TEST_CASE("turbo_quant_product: products have the right expectation, at more err
   const auto [three, slope_three] = products<3>();
   CHECK(three == doctest::Approx(.181).epsilon(0.05));
   CHECK(slope_three == doctest::Approx(1).epsilon(0.003));
+}
+
+TEST_CASE("turbo_quant_product: the sketch costs attention its first choices") {
+  CHECK(first_choices_kept(*turbo_quant<3>::make(1, 128)) == doctest::Approx(.675).epsilon(0.1));
+  CHECK(first_choices_kept(*turbo_quant_product<3>::make(1, 128)) == doctest::Approx(.390).epsilon(0.1));
 }
 
 TEST_CASE("turbo_quant_product: unusable options") {
