@@ -32,6 +32,12 @@ TEST_CASE("channel_statistics: means and the loudest channels of each head") {
   CHECK(*statistics.loudest(cache_part::key, 2) == std::vector<std::uint32_t>{2, 3, 0, 1});
   CHECK(*statistics.loudest(cache_part::value, 2) == std::vector<std::uint32_t>{0, 1, 0, 1});  // of equal ones the first
   CHECK(statistics.loudest(cache_part::value, 4).error().code == error_code::invalid_argument);
+  const layer_tensors<const bf16> keys_only{layer.rows(0).key, {}};
+  auto latent = *channel_statistics::make({2, 4, 0});
+  REQUIRE(latent.add(keys_only, 10));
+  CHECK(latent.means(cache_part::value)->empty());
+  CHECK(latent.loudest(cache_part::value, 0)->empty());
+  CHECK(*latent.loudest(cache_part::key, 1) == std::vector<std::uint32_t>{3, 0});
   layer.values[5] = bf16::from_bits(0x7f80);
   CHECK(statistics.add(layer.rows(0), 4).error().token == 10);
   CHECK(statistics.tokens() == 10);

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <cmath>
 #include <cstdint>
 #include <limits>
 #include <memory>
@@ -10,6 +11,8 @@
 #include <kvexact/compression/echo_kv.hpp>
 #include <kvexact/compression/quantised.hpp>
 #include <kvexact/compression/symmetric.hpp>
+#include <kvexact/numeric/fp16.hpp>
+#include <kvexact/numeric/fp8_e4m3.hpp>
 
 #include "dropper_driver.hpp"
 #include "echo_layers.hpp"
@@ -137,6 +140,21 @@ TEST_CASE("echo_kv: maps that do not fit") {
   const auto maps = shared(some_maps(with.first, with.second, with.rotation));
   CHECK(echo::make(std::vector{with.first, layer_shape{3, 8, 0}}, {.maps = maps}).error().layer == 1);
   CHECK(echo::make(std::vector{with.first}, {.maps = maps}).error().code == error_code::shape_mismatch);
+}
+
+TEST_CASE("echo_kv: keys as large as the format has stay finite when they are turned back") {
+  const layer_shape shape{1, 8, 8};
+  const auto all_finite = [&]<class Scalar>(Scalar largest) {
+    echo_group maps = some_maps(shape, shape, *rotary::from_base(rotary_pairing::interleaved, 8, 100.0));
+    auto group = *echo_kv<Scalar>::make(std::vector{shape, shape}, {.maps = shared(std::move(maps)), .whole_tokens = 0});
+    const std::vector<Scalar> rows(20 * 8, largest);
+    const auto tensor = strided_tensor<const Scalar>::nhd(rows.data(), 1, 8);
+    for (std::uint32_t l = 0; l < 2; ++l) REQUIRE(group.append(l, {tensor, tensor}, 20));
+    const head_state state = state_of(group_layer(group, 1), 0);
+    for (const float each : state.keys) CHECK(std::isfinite(each));
+  };
+  all_finite(fp16::from_float(60000));
+  all_finite(fp8_e4m3::from_float(448));
 }
 
 TEST_CASE("echo_kv: in a draft cache, over a quantised first layer") {

@@ -41,9 +41,9 @@ TEST_CASE("cost model: expected tokens") {
 }
 
 TEST_CASE("cost model: break-even acceptance") {
-  // The example does not say how large the batch is. 10 requests, a period of one verification: 0.957; drafts alone as the period, 0.951;
-  // four requests, 0.935 so and 0.961 else.
-  CHECK(break_even_acceptance(example, 128) == doctest::Approx(0.957).epsilon(0.001));
+  // The example does not say how large the batch is. 10 requests, a period of one verification: 0.955; drafts alone as the period, 0.951;
+  // four requests, 0.935 so and 0.956 else.
+  CHECK(break_even_acceptance(example, 128) == doctest::Approx(0.9552).epsilon(2e-4));
   struct without_verification : offload_cost {
     double round_seconds(std::uint32_t length) const noexcept { return length == 0 ? plain_seconds() : length * iteration_seconds(length); }
   };

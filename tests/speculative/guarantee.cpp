@@ -50,6 +50,21 @@ TEST_CASE("guarantee: rows that depend on what the others hold pass no probe") {
   toy_engine engine = started({.pad_dependent = true});
   CHECK(!probe_row_invariance(engine, tokens, widths)->invariant());
   CHECK(!probe_fixed_width(engine, tokens, 5, 0)->invariant());
+  CHECK(!probe_fixed_width(engine, tokens, 2, 0)->invariant());
+}
+
+TEST_CASE("guarantee: every place of a pass is looked at") {
+  toy_engine engine = started({.last_row_differs = true});
+  for (const std::uint32_t width : {2U, 3U, 5U}) CHECK(!probe_fixed_width(engine, tokens, width, 0)->invariant());
+  CHECK(!probe_row_invariance(engine, tokens, widths)->invariant());
+}
+
+TEST_CASE("guarantee: what could not be taken back is not run") {
+  toy_engine engine = started({.max_rollback = 12});
+  CHECK(probe_row_invariance(engine, tokens, widths)->invariant());
+  CHECK(probe_fixed_width(engine, tokens, 3, 0).error().code == error_code::out_of_range);
+  CHECK(engine.length() == 3);
+  CHECK(engine.rows_run() == 3 + 5 * tokens.size());
 }
 
 TEST_CASE("guarantee: errors of the engine are passed on, and it is left where it was") {

@@ -336,3 +336,23 @@ TEST_CASE("schedule: a load that waits behind one that moves is not given up") {
   }
   CHECK(verified == std::vector<std::uint64_t>{1, 2});
 }
+
+TEST_CASE("schedule: with room enough, a full cache that is wanted next is kept, and settled once") {
+  for (const std::uint64_t transient : {100U, 200U, 1000U}) {
+    auto schedule = *offload_schedule::make({.link = 100, .transient = transient, .resident = 100, .horizon = 16, .max_requests = 4});
+    REQUIRE(schedule.submit({1, 100, 10, 100, {0, 0}}));
+    int verified = 0, plain = 0;
+    for (int i = 0; i < 20; ++i) {
+      const iteration_plan plan = schedule.begin_iteration();
+      for (const auto& each : plan.start) schedule.load_progress(each.id, each.attempt, 0);
+      verified += static_cast<int>(plan.verify.size());
+      plain += static_cast<int>(plan.plain.size());
+      const bool has_one = !plan.verify.empty() || !plan.plain.empty();
+      CHECK(static_cast<bool>(schedule.settle(1, {0, 0})) == has_one);
+      CHECK(schedule.settle(1, {0, 0}).error().code == error_code::out_of_range);
+      schedule.end_iteration();
+    }
+    CHECK(verified == 1);
+    CHECK(plain >= 18);
+  }
+}

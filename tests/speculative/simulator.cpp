@@ -103,3 +103,16 @@ TEST_CASE("simulator: requests are cancelled, and policies may adapt") {
   CHECK(tokens < 10 * 300);
   CHECK(simulator.schedule().requests() == 0);
 }
+
+TEST_CASE("simulator: loads that stand still never share the memory of one") {
+  simulator_options options;
+  options.cost = {.weights = 1e3, .full_cache = 100, .draft_ratio = .1, .transfer_ratio = 1, .memory_bandwidth = 1e3, .link_bandwidth = 1e3, .batch = 1};
+  options.schedule = {.link = 100, .transient = 200, .resident = 1000, .horizon = 64, .max_requests = 16};
+  options.stuck_loads = 0.3;
+  options.seed = 5;
+  auto simulated = *offload_simulator<fixed_draft_length>::make(options);
+  for (std::uint64_t id = 0; id < 8; ++id) REQUIRE(simulated.submit({id, 200, .8}, fixed_draft_length(4)));
+  const simulator_report report = simulated.run();
+  CHECK(report.tokens == 8 * 200);
+  CHECK(report.peak_transient <= 200);
+}

@@ -321,6 +321,48 @@ TEST_CASE("speculative_decoder: guarantee levels, and what they are for") {
   }
 }
 
+TEST_CASE("speculative_decoder: a short prompt is no excuse for a probe") {
+  toy_engine full({.pad_dependent = true});
+  auto decoder = decoder_on<greedy>(full, *ngram_drafter::make({}), {}, test_length::always(5), {.sampler = sampler_of(0), .longest_draft = 8});
+  REQUIRE(decoder.begin(std::span(prompt).first(1)));
+  CHECK(!decoder.probe()->invariant());
+  CHECK(decoder.level() == guarantee::path);
+}
+
+TEST_CASE("speculative_decoder: never more rows than the engine can take back") {
+  toy_engine reference({.seed = 4});
+  const auto expected = plain(reference, greedy(), sampler_of(0), 30);
+  for (std::uint64_t failing = 0; failing < 60; ++failing) {
+    CAPTURE(failing);
+    fault_plan faults{.calls = 0, .failing = failing};
+    toy_engine full({.seed = 4, .max_rollback = 4, .faults = &faults});
+    auto decoder = decoder_on<greedy>(full, self(full, made_exact(full)), {}, test_length::always(7), {.sampler = sampler_of(0), .stops = {.max_new_tokens = 30}});
+    while (!decoder.begin(prompt)) {
+    }
+    while (!decoder.stop()) {
+      if (const auto report = decoder.round()) CHECK(report->proposed <= 3);
+    }
+    CHECK(std::ranges::equal(decoder.tokens(), expected));
+  }
+  toy_engine small({.max_rollback = 4}), none({.max_rollback = 0});
+  const auto refused = [](toy_engine& engine, std::uint32_t width) {
+    return decoder_of<greedy>::make(engine, *ngram_drafter::make({}), {}, test_length::always(0), {.sampler = sampler_of(0), .fixed_width = width}).error().code;
+  };
+  CHECK(refused(small, 5) == error_code::invalid_argument);
+  CHECK(refused(none, 0) == error_code::invalid_argument);
+}
+
+TEST_CASE("speculative_decoder: a small model whose cache is full drafts no more") {
+  toy_engine full({.seed = 4}), reference({.seed = 4});
+  const auto expected = plain(reference, greedy(), sampler_of(0), 40);
+  auto decoder = decoder_on<greedy>(full, model_drafter(engine_model(toy_engine({.capacity = 30, .seed = 4}))), {}, test_length::always(4),
+                                    {.sampler = sampler_of(0), .stops = {.max_new_tokens = 40}});
+  REQUIRE(decoder.begin(prompt));
+  while (!decoder.stop()) REQUIRE(decoder.round());
+  CHECK(std::ranges::equal(decoder.tokens(), expected));
+  CHECK(decoder.length_policy().accepted > 5);
+}
+
 TEST_CASE("speculative_decoder: prefixes in the cache, ends of the cache, and calls out of order") {
   toy_engine full({.capacity = 30, .seed = 4}), reference({.seed = 4});
   const auto expected = plain(reference, greedy(), sampler_of(0), 11);

@@ -43,6 +43,8 @@ class toy_engine {
     float sharpness = 3;          ///< of the logits
     bool width_dependent = false;  ///< the last bits of a row depend on how many rows its pass has, as in engines that tile
     bool pad_dependent = false;    ///< and on what the others hold
+    bool last_row_differs = false;  ///< or, in passes of several rows, on being the last
+    std::uint64_t max_rollback = ~std::uint64_t{0};
     fault_plan* faults = nullptr;
   };
 
@@ -64,7 +66,7 @@ class toy_engine {
   [[nodiscard]] const cache_shape& shape() const noexcept { return shape_; }
   [[nodiscard]] std::uint64_t length() const noexcept { return length_; }
   [[nodiscard]] std::uint64_t capacity() const noexcept { return options_.capacity; }
-  [[nodiscard]] std::uint64_t max_rollback() const noexcept { return ~std::uint64_t{0}; }
+  [[nodiscard]] std::uint64_t max_rollback() const noexcept { return options_.max_rollback; }
   /// Row-tokens that ran through `forward`, and tokens through `step`.
   [[nodiscard]] std::uint64_t rows_run() const noexcept { return rows_run_; }
   [[nodiscard]] std::uint64_t steps_run() const noexcept { return steps_run_; }
@@ -84,6 +86,7 @@ class toy_engine {
       own_rows cache{this, length_ + i};
       row_noise_ = 1;
       if (options_.width_dependent) row_noise_ += 1e-6F * static_cast<float>(tokens.size() % 7);
+      if (options_.last_row_differs && i > 0 && i + 1 == tokens.size()) row_noise_ += 1e-6F;
       if (options_.pad_dependent) row_noise_ += 1e-6F * (sum_of_others - static_cast<float>(tokens[i]));
       const auto done = run(tokens[i], length_ + i, cache, i < first ? std::span<float>() : logits.subspan((i - first) * vocabulary(), vocabulary()));
       if (!done) return done;
@@ -96,6 +99,7 @@ class toy_engine {
   result<void> truncate(std::uint64_t length) noexcept {
     if (const auto fault = next_fault(); !fault) return fault;
     if (length > length_) return error{error_code::out_of_range, "a cache cannot be truncated to more than it holds"};
+    if (length_ - length > options_.max_rollback) return error{error_code::out_of_range, "truncation further back than max_rollback"};
     length_ = length;
     return {};
   }

@@ -35,6 +35,7 @@ class channel_statistics {
     const auto usable = detail::expect_rows(shape_, rows, tokens_, tokens);
     if (!usable) return usable;
     for (const cache_part part : cache_parts) {
+      if (shape_.channels(part) == 0) continue;
       for (std::uint64_t t = 0; t < tokens; ++t) {
         for (std::uint32_t h = 0; h < shape_.kv_heads; ++h) {
           const Scalar* const row = detail::row_of(rows.part(part), t, h);
@@ -70,6 +71,7 @@ class channel_statistics {
     if (count > dim) return error{error_code::invalid_argument, "more outliers than channels"};
     if (tokens_ == 0) return error{error_code::not_calibrated, "no tokens to find outliers in"};
     try {
+      if (dim == 0) return std::vector<std::uint32_t>();
       std::vector<std::uint32_t> all, order(dim);
       for (std::uint32_t h = 0; h < shape_.kv_heads; ++h) {
         const channel_sums* const of = &sums(part)[std::size_t{h} * dim];

@@ -21,6 +21,7 @@
 #include <kvexact/core/config.hpp>
 #include <kvexact/core/instruction_set.hpp>
 #include <kvexact/core/result.hpp>
+#include <kvexact/numeric/number_format.hpp>
 #include <kvexact/tensor/cache_shape.hpp>
 #include <kvexact/tensor/kv_cache_view.hpp>
 #include <kvexact/tensor/rotary.hpp>
@@ -46,7 +47,7 @@ struct echo_group {
 /// before the rotary embedding. Per value of a group of S layers it keeps (D + (S - 1) D_kept) / (S D) of the channels.
 ///
 /// The first `whole_tokens` tokens, and those that are appended while `keeps_whole()`, are stored exactly (`switchable`).
-template <class Scalar, layer_compressor First = uncompressed<Scalar>>
+template <cache_scalar Scalar, layer_compressor First = uncompressed<Scalar>>
 class echo_kv {
   static_assert(!observes_attention<First> && !summarises_attention<First>, "kvexact: the first layer of EchoKV must keep all tokens");
 
@@ -278,12 +279,14 @@ class echo_kv {
   static void store_kept(std::vector<Scalar>& to, std::span<const std::uint32_t> kept, std::uint32_t dim, const strided_tensor<const Scalar>& from,
                          std::uint64_t token, Turn&& turn, std::vector<float>& row) {
     row.resize(std::max<std::size_t>(row.size(), dim));
+    std::uint64_t saturated = 0;
     for (std::size_t i = 0; i < kept.size();) {
       const std::uint32_t head = kept[i] / dim;
       const Scalar* const source = detail::row_of(from, token, head);
       for (std::uint32_t c = 0; c < dim; ++c) row[c] = clipped(source[c].to_float());
       turn(std::span(row).first(dim));
-      for (; i < kept.size() && kept[i] / dim == head; ++i) to.push_back(Scalar::from_float(row[kept[i] % dim]));
+      // Taking off the rotation can make a component larger than any that the format has.
+      for (; i < kept.size() && kept[i] / dim == head; ++i) to.push_back(Scalar::from_float_saturating(row[kept[i] % dim], saturated));
     }
   }
 

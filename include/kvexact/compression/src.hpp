@@ -203,7 +203,7 @@ class attention_focus {
 /// and what is dropped is lost. With full rank, ridge 0 and no more reference queries than key_dim, attention at them is exact. Neither
 /// part is linear in the query: elsewhere it is an approximation.
 ///
-/// Memory: (rank + 1) (key_dim + value_dim) floats a head, one more such set while a rollback may need it, and the reference queries of the
+/// Memory: (rank + 1) (key_dim + value_dim) floats a head, further such sets while a rollback may need them, and the reference queries of the
 /// next boundary. While an append crosses a boundary, the cache is copied.
 template <cache_scalar Scalar>
 class entropy_summary {

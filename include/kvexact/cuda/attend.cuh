@@ -20,7 +20,7 @@ namespace kvexact::cuda {
 /// nothing but the length, so that an outcome does neither.
 [[nodiscard]] KVEXACT_HOST_DEVICE constexpr std::uint64_t tokens_per_part(std::uint64_t tokens) noexcept {
   std::uint64_t size = 64;
-  while (size * 256 < tokens) size *= 2;
+  while (size < tokens / 256 + (tokens % 256 == 0 ? 0 : 1)) size *= 2;
   return size;
 }
 [[nodiscard]] KVEXACT_HOST_DEVICE constexpr std::uint64_t attention_parts(std::uint64_t tokens) noexcept {

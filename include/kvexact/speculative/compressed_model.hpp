@@ -59,7 +59,7 @@ class compressed_model {
 
   /// The committed tokens must be those of the last `synchronise`.
   result<void> logits(std::span<const token_id> committed, std::span<const token_id> pending, std::span<float> rows) noexcept {
-    const std::size_t wanted = rows.size() / vocabulary();
+    const std::size_t wanted = vocabulary() == 0 ? 0 : rows.size() / vocabulary();
     if (committed.empty() || committed.size() - 1 != verified_ || wanted > pending.size() + 1 || wanted * vocabulary() != rows.size())
       return error{error_code::invalid_argument, "logits of tokens that the draft cache is not synchronised with"};
     if (pending.size() >= max_draft()) return error{error_code::out_of_range, "more drafts than the draft cache can take back"};

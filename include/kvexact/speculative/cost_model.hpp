@@ -82,7 +82,7 @@ struct rated_length {
 template <round_cost Cost>
 [[nodiscard]] rated_length best_length(const Cost& cost, double acceptance, std::uint32_t longest) noexcept {
   rated_length best{0, 1 / cost.round_seconds(0)};
-  for (std::uint32_t length = 1; length <= longest; ++length) {
+  for (std::uint32_t length = 0; length++ < longest;) {
     const double rate = expected_tokens(acceptance, length) / cost.round_seconds(length);
     if (rate > best.rate) best = {length, rate};
   }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <limits>
 #include <span>
 #include <vector>
 
@@ -22,6 +23,8 @@ class draft_block {
  public:
   /// `vocabulary` may be 0 where all distributions are points. Errors: out_of_memory.
   [[nodiscard]] static result<draft_block> make(std::size_t max_tokens, std::size_t vocabulary) noexcept {
+    if (vocabulary != 0 && max_tokens > std::numeric_limits<std::size_t>::max() / sizeof(float) / vocabulary)
+      return error{error_code::out_of_memory, "a block of draft tokens"};
     draft_block made;
     try {
       made.capacity_ = max_tokens;

@@ -41,7 +41,7 @@ concept draft_length_policy = std::copyable<P> && requires(P& policy, std::uint3
 };
 
 /// A policy that may end a round's drafting early. `stop_early(top_probability)` is called after each draft with the largest probability
-/// of the distribution that it was drawn from; true: draft no more in this round.
+/// by the logits of the model that drafts, before any processor; true: draft no more in this round.
 template <class P>
 concept stops_early = draft_length_policy<P> && requires(P& policy, double top_probability) {
   { policy.stop_early(top_probability) }
@@ -122,13 +122,13 @@ class adaptive_draft_length {
     double kept = current_ == 0 ? best.rate : 0;
     std::uint32_t probe = 0;
     bool can_pay = false;
-    for (std::uint32_t length = 1; length <= longest; ++length) {
+    for (std::uint32_t length = 0; length++ < longest;) {
       const counts& seen = groups_[group(length)];
       expected.extend(seen.mean(mean));
       cautious.extend(seen.mean(low));
       const double seconds = cost_.round_seconds(length);
       const double loss = seconds / plain - cautious.tokens;
-      can_pay = can_pay || seconds < (length + 1) * plain;
+      can_pay = can_pay || seconds < (length + 1.0) * plain;
       if (loss > covered) continue;
       const double rate = expected.tokens / seconds;
       if (rate > best.rate) best = {length, rate};

@@ -24,9 +24,14 @@ class engine_model {
 
   [[nodiscard]] const Engine& engine() const noexcept { return engine_; }
   [[nodiscard]] std::size_t vocabulary() const noexcept { return engine_.vocabulary(); }
-  [[nodiscard]] std::uint64_t max_draft() const noexcept { return engine_.max_rollback(); }
+  /// 0 once the sequence is longer than this model's cache.
+  [[nodiscard]] std::uint64_t max_draft() const noexcept {
+    return is_beyond_ ? 0 : std::min(engine_.max_rollback(), engine_.capacity() - engine_.length());
+  }
 
   result<void> synchronise(std::span<const token_id> committed) noexcept {
+    is_beyond_ = committed.size() > engine_.capacity();
+    if (is_beyond_) return {};
     if (committed.empty()) return run({}, {}, {});
     return run(committed.first(committed.size() - 1), {}, {});
   }
@@ -36,6 +41,7 @@ class engine_model {
 
  private:
   result<void> run(std::span<const token_id> committed, std::span<const token_id> pending, std::span<float> rows) noexcept {
+    if (engine_.vocabulary() == 0) return error{error_code::invalid_argument, "a model without a vocabulary"};
     const std::size_t length = committed.size() + pending.size(), wanted = rows.size() / engine_.vocabulary();
     if (wanted > length) return error{error_code::invalid_argument, "logits of more tokens than there are"};
     // A call that failed leaves tokens behind that the engine has not taken.
@@ -59,6 +65,7 @@ class engine_model {
 
   Engine engine_;
   std::vector<token_id> tokens_;  ///< whose rows the engine has
+  bool is_beyond_ = false;
 };
 
 }  // namespace kvexact

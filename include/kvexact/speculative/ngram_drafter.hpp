@@ -69,7 +69,7 @@ class ngram_drafter {
     const std::size_t oldest = size - static_cast<std::size_t>(std::min<std::uint64_t>(size, options_.window));
     std::size_t found = size;
     std::size_t longest = options_.shortest - 1;
-    for (std::size_t end = size; end-- > oldest + 1 && longest < options_.longest;) {
+    for (std::size_t end = size; end-- > oldest + std::max<std::size_t>(1, longest) && longest < options_.longest;) {
       std::size_t same = 0;
       while (same < options_.longest && oldest + same < end && tokens[end - 1 - same] == tokens[size - 1 - same]) ++same;
       if (same > longest) {

@@ -77,6 +77,10 @@ struct iteration_plan {
 /// cache after a verification while there is room, and decodes plainly.
 class offload_schedule {
  public:
+  // A copy would not have the room that is reserved once and for all.
+  offload_schedule(offload_schedule&&) noexcept = default;
+  offload_schedule& operator=(offload_schedule&&) noexcept = default;
+
   /// Errors: invalid_argument, out_of_memory.
   [[nodiscard]] static result<offload_schedule> make(const schedule_options& options) noexcept {
     if (options.link == 0 || options.max_requests == 0)
@@ -124,6 +128,7 @@ class offload_schedule {
     draft_.clear();
     plain_.clear();
     admit();
+    for (entry& each : entries_) each.settled = false;
     for (entry& each : entries_) keep_late(each);
     for (entry& each : entries_) plan(each);
     inside_ = true;
@@ -145,13 +150,13 @@ class offload_schedule {
   /// The verification or plain step of this iteration has given its tokens. Errors: out_of_range (there was none).
   result<void> settle(std::uint64_t id, const draft_lengths& next) noexcept {
     entry* const of = find(id);
-    if (of == nullptr || !inside_ || !(of->state == phase::verifying || holds(*of)))
+    if (of == nullptr || !inside_ || of->settled || !(of->state == phase::verifying || holds(*of)))
       return error{error_code::out_of_range, "nothing to settle for this request in this iteration"};
     bool keep = next.wanted == 0;
     if (of->state == phase::verifying) {
       if (keep) {
         of->first = memory_.hold(of->request.full);
-        keep = of->first == next_slot();
+        keep = of->first <= next_slot();
         if (!keep && of->first != memory_.end()) memory_.end_hold(of->first, of->first, of->request.full);
       }
     } else if (!keep) {
@@ -159,6 +164,7 @@ class offload_schedule {
     }
     begin_round(*of, next);
     of->state = keep ? phase::plain : phase::drafting;
+    of->settled = true;
     return {};
   }
   /// The drafter has ended this round early; the load stays where it is booked.
@@ -166,8 +172,11 @@ class offload_schedule {
     if (entry* const of = find(id)) of->lengths.most = std::min(of->lengths.most, of->drafted);
   }
   void end_iteration() noexcept {
-    for (entry& each : entries_)
-      if (each.state == phase::verifying) fail(each);
+    for (entry& each : entries_) {
+      if (each.state != phase::verifying) continue;
+      if (each.left > 0) stop_.push_back({each.request.id, each.attempt});  // its load is still on the link
+      fail(each);
+    }
     inside_ = false;
     link_.advance();
     memory_.advance();
@@ -209,6 +218,7 @@ class offload_schedule {
     std::uint32_t attempt = 0;
     phase state = phase::waiting;
     transfer load = transfer::none;
+    bool settled = false;          // in this iteration
     std::uint64_t first = 0;       // slot of the load, or of memory that is held
     std::uint64_t last = 0;        // slot of the verification
     std::uint64_t end = 0;         // of memory reserved for the load

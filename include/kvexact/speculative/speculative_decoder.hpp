@@ -54,16 +54,18 @@ class speculative_decoder {
     stop_conditions<Bytes> stops = {};
     std::uint32_t longest_draft = 32;
     /// Not 0: all passes of verification have this number of rows, copies of `pad` after the drafts, so that engines whose rows depend on
-    /// the width can be replayed (`guarantee::replay`). At least 1; drafts are shorter.
+    /// the width can be replayed (`guarantee::replay`). Drafts are shorter; a sequence ends so many rows before the engine's cache is full.
     std::uint32_t fixed_width = 0;
     token_id pad = 0;
   };
 
-  /// Errors: invalid_argument (no vocabulary, a pad outside of it), out_of_memory.
+  /// Errors: invalid_argument (no vocabulary, a pad outside of it, an engine that cannot take back a pass), out_of_memory.
   [[nodiscard]] static result<speculative_decoder> make(Engine& engine, Drafter drafts, Rule rule, Length length, options chosen) noexcept {
     if (chosen.fixed_width > 0) chosen.longest_draft = std::min(chosen.longest_draft, chosen.fixed_width - 1);
     if (engine.vocabulary() == 0 || chosen.pad >= engine.vocabulary())
       return error{error_code::invalid_argument, "the pad of a fixed width is a token of the vocabulary"};
+    if (std::max(chosen.fixed_width, 1U) > engine.max_rollback())
+      return error{error_code::invalid_argument, "the engine must be able to take back a pass, and at least one token"};
     auto block = draft_block::make(chosen.longest_draft, engine.vocabulary());
     if (!block) return block.error();
     speculative_decoder made(engine, std::move(drafts), std::move(rule), std::move(length), std::move(chosen), *std::move(block));
@@ -106,18 +108,18 @@ class speculative_decoder {
   [[nodiscard]] const Drafter& drafts() const noexcept { return drafter_; }
   [[nodiscard]] Length& length_policy() noexcept { return length_; }
 
-  /// Probes the engine at the end of the sequence, with the tokens of the prompt, for the widths that rounds have; see `probe_row_invariance`
-  /// and `probe_fixed_width`. What it finds goes into `level()`. Needs room in the engine for twice the longest draft.
+  /// Probes the engine at the end of the sequence, with its tokens, for the widths that rounds have; see `probe_row_invariance` and
+  /// `probe_fixed_width`. What it finds goes into `level()`. The engine needs room for twice the widest pass, and must be able to take it back.
   [[nodiscard]] result<row_probe> probe() noexcept {
     if (!begun_) return error{error_code::invalid_argument, "a probe needs the tokens of a prompt"};
     const auto synchronised = synchronise();
     if (!synchronised) return synchronised.error();
-    const std::size_t count = std::min<std::size_t>(tokens_.size(), std::size_t{options_.longest_draft} + 1);
-    const auto tokens = std::span<const token_id>(tokens_).last(count);
-    const std::uint32_t longest = options_.longest_draft + 1;
+    // As many tokens as the widest pass, whatever the prompt's length.
+    for (std::size_t i = 0; i < input_.size(); ++i) input_[i] = tokens_[i % tokens_.size()];
+    const auto longest = static_cast<std::uint32_t>(input_.size());
     const std::uint32_t widths[] = {std::min(2U, longest), std::min(3U, longest), (longest + 1) / 2, longest};
-    const auto found = options_.fixed_width > 1 ? probe_fixed_width(*engine_, tokens, options_.fixed_width, options_.pad)
-                                                : probe_row_invariance(*engine_, tokens, widths);
+    const auto found = options_.fixed_width > 1 ? probe_fixed_width(*engine_, input_, options_.fixed_width, options_.pad)
+                                                : probe_row_invariance(*engine_, input_, widths);
     invariant_ = found && found->invariant();
     return found;
   }
@@ -140,7 +142,8 @@ class speculative_decoder {
     if (!drafted) return drafted.error();
     const draft_view drafts = block_.view();
     try {
-      tokens_.reserve(tokens_.size() + drafts.tokens.size() + 1);
+      const std::size_t needed = tokens_.size() + drafts.tokens.size() + 1;
+      if (needed > tokens_.capacity()) tokens_.reserve(std::max(needed, 2 * tokens_.capacity()));
     } catch (...) {
       return error{error_code::out_of_memory, "the tokens of a sequence"};
     }
@@ -185,7 +188,8 @@ class speculative_decoder {
   [[nodiscard]] std::uint64_t room() const noexcept { return engine_->capacity() - std::min(engine_->capacity(), state_->cache_length()); }
 
   [[nodiscard]] result<void> draft() noexcept {
-    const std::uint64_t held = std::min<std::uint64_t>({options_.longest_draft, drafter_.max_draft(), engine_->max_rollback(), room() == 0 ? 0 : room() - 1});
+    // After an error the row of the newest token is taken back, too.
+    const std::uint64_t held = std::min<std::uint64_t>({options_.longest_draft, drafter_.max_draft(), engine_->max_rollback() - 1, room() == 0 ? 0 : room() - 1});
     const std::uint64_t most = clamp_draft_length(held, options_.stops.remaining(state_->progress), held);
     const std::uint32_t wanted = std::min(length_.next(static_cast<std::uint32_t>(most)), static_cast<std::uint32_t>(most));
     block_.clear();
