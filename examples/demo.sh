@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# The main job from nothing to a table: real KV caches of SmolLM2-135M, encoded and decoded.
+# The main job from nothing to a table: real KV caches of SmolLM2-135M, encoded and decoded; then some tokens decoded speculatively.
 #   usage: examples/demo.sh [CALIBRATION=4] [HELD_OUT=1] [documents|chunks] [--json FILE]
 #   CALIBRATION, HELD_OUT   sequences of 1024 tokens to calibrate on (1 to 24) and to measure (1 to 6); docs/results.md has 24 and 6
 #   documents, chunks       calibration and held-out text from different documents (default), or from one shuffled mixture
@@ -26,5 +26,10 @@ fi
 
 echo "building"
 cmake --preset release >/dev/null
-cmake --build --preset release --target smollm2_cache smollm2_codec kvexact_tool | tail -n 1
-exec python3 examples/demo.py "$@"
+cmake --build --preset release --target smollm2_cache smollm2_codec smollm2_generate kvexact_tool | tail -n 1
+python3 examples/demo.py "$@"
+
+echo
+echo "exact speculative decoding: drafts on a KVarN cache of 4 bits, the same without drafts beside it"
+build/release/examples/smollm2_generate --tokens "$KVEXACT_CACHE/tokens/documents/held_out_00.txt" --max-tokens 48 --compressor "KVarN 4" \
+  --draft-length 6 --compare
