@@ -75,7 +75,7 @@ TEST_CASE("echo_kv: what is kept is what the paper says") {
   CHECK(ratio == doctest::Approx((first + kept) / (first + own)).epsilon(0.03));
 }
 
-TEST_CASE("echo_kv: the first tokens, and others on demand, are whole; what was dropped stays so") {
+TEST_CASE("echo_kv: the first tokens, and others on demand, are whole, and what was dropped stays so") {
   const echo_layers with(60);
   auto group = *echo::make(std::vector{with.first, with.second}, {.maps = shared(some_maps(with.first, with.second, with.rotation)), .whole_tokens = 3});
   const auto append = [&](std::uint64_t end) {
