@@ -14,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include <kvexact/core/split_mix.hpp>
 #include <kvexact/speculative/cost_model.hpp>
 #include <kvexact/speculative/draft_length.hpp>
 #include <kvexact/speculative/simulator.hpp>
@@ -174,12 +175,7 @@ double fixed_rate(const tabulated_cost& cost, acceptance_law law, std::uint32_t 
 class counter {
  public:
   explicit counter(std::uint64_t seed) : state_(seed) {}
-  double operator()() {
-    std::uint64_t bits = state_ += 0x9e3779b97f4a7c15u;
-    bits = (bits ^ bits >> 30) * 0xbf58476d1ce4e5b9u;
-    bits = (bits ^ bits >> 27) * 0x94d049bb133111ebu;
-    return static_cast<double>((bits ^ bits >> 31) >> 11) * 0x1p-53;
-  }
+  double operator()() { return kvexact::detail::unit_number(kvexact::detail::split_mix(state_)); }
 
  private:
   std::uint64_t state_;

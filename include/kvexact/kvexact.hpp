@@ -59,6 +59,7 @@
 #include <kvexact/core/instruction_set.hpp>
 #include <kvexact/core/intrinsics.hpp>
 #include <kvexact/core/result.hpp>
+#include <kvexact/core/split_mix.hpp>
 #include <kvexact/core/version.hpp>
 #include <kvexact/core/workspace.hpp>
 #include <kvexact/engine/layerwise_predictor.hpp>

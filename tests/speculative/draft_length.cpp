@@ -5,6 +5,7 @@
 
 #include <doctest/doctest.h>
 
+#include <kvexact/core/split_mix.hpp>
 #include <kvexact/speculative/draft_length.hpp>
 
 using namespace kvexact;
@@ -19,12 +20,7 @@ namespace {
 class counter {
  public:
   explicit counter(std::uint64_t seed) : state_(seed) {}
-  double operator()() {
-    std::uint64_t bits = state_ += 0x9e3779b97f4a7c15u;
-    bits = (bits ^ bits >> 30) * 0xbf58476d1ce4e5b9u;
-    bits = (bits ^ bits >> 27) * 0x94d049bb133111ebu;
-    return static_cast<double>((bits ^ bits >> 31) >> 11) * 0x1p-53;
-  }
+  double operator()() { return kvexact::detail::unit_number(kvexact::detail::split_mix(state_)); }
 
  private:
   std::uint64_t state_;

@@ -13,18 +13,11 @@
 #include <kvexact/compression/hadamard_avx512.hpp>
 #include <kvexact/core/config.hpp>
 #include <kvexact/core/result.hpp>
+#include <kvexact/core/split_mix.hpp>
 
 namespace kvexact {
 
 namespace detail {
-
-/// splitmix64: the next of a sequence of random words.
-[[nodiscard]] constexpr std::uint64_t split_mix(std::uint64_t& state) noexcept {
-  std::uint64_t z = state += 0x9e3779b97f4a7c15U;
-  z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9U;
-  z = (z ^ (z >> 27)) * 0x94d049bb133111ebU;
-  return z ^ (z >> 31);
-}
 
 /// Normal numbers by Box and Muller's transform; those of the standard library differ between libraries.
 class normal_numbers {
@@ -32,7 +25,7 @@ class normal_numbers {
   explicit normal_numbers(std::uint64_t seed) noexcept : state_(seed) {}
   [[nodiscard]] double next() noexcept {
     const double u = (static_cast<double>(split_mix(state_) >> 11) + 1) * 0x1p-53;
-    const double v = static_cast<double>(split_mix(state_) >> 11) * 0x1p-53;
+    const double v = unit_number(split_mix(state_));
     return std::sqrt(-2 * std::log(u)) * std::cos(2 * std::numbers::pi * v);
   }
 

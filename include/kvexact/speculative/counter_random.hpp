@@ -4,6 +4,8 @@
 #include <concepts>
 #include <cstdint>
 
+#include <kvexact/core/split_mix.hpp>
+
 namespace kvexact {
 
 /// What a random number decides. The values are stable: the numbers depend on them.
@@ -24,7 +26,7 @@ concept random_source = std::copyable<R> && requires(const R& random, std::uint6
 };
 
 /// The `random_source` of the library: a hash of seed, position and purpose, in integers, so the same on every machine. Each input goes
-/// through the 64-bit finaliser of SplitMix64 (variant 13 of D. Stafford's mixers).
+/// through the finaliser of SplitMix64.
 class counter_random {
  public:
   explicit constexpr counter_random(std::uint64_t seed) noexcept : key_(mix(seed + step)) {}
@@ -33,7 +35,7 @@ class counter_random {
   [[nodiscard]] constexpr double uniform(std::uint64_t position, random_purpose purpose) const noexcept {
     const std::uint64_t at_position = mix(key_ + step * (position + 1));
     const std::uint64_t bits = mix(at_position ^ (purpose_step * (static_cast<std::uint64_t>(purpose) + 1)));
-    return static_cast<double>(bits >> 11) * 0x1p-53;
+    return detail::unit_number(bits);
   }
 
   [[nodiscard]] constexpr counter_random fork(std::uint64_t key) const noexcept {
@@ -43,15 +45,11 @@ class counter_random {
   }
 
  private:
-  static constexpr std::uint64_t step = 0x9e3779b97f4a7c15;          // 2^64 over the golden ratio
+  static constexpr std::uint64_t step = detail::split_mix_step;
   static constexpr std::uint64_t purpose_step = 0xd1342543de82ef95;  // odd constants that have nothing to do with it
   static constexpr std::uint64_t fork_step = 0xaef17502108ef2d9;
 
-  [[nodiscard]] static constexpr std::uint64_t mix(std::uint64_t bits) noexcept {
-    bits = (bits ^ (bits >> 30)) * 0xbf58476d1ce4e5b9;
-    bits = (bits ^ (bits >> 27)) * 0x94d049bb133111eb;
-    return bits ^ (bits >> 31);
-  }
+  [[nodiscard]] static constexpr std::uint64_t mix(std::uint64_t bits) noexcept { return detail::mix_bits(bits); }
 
   std::uint64_t key_;
 };

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include <kvexact/core/result.hpp>
+#include <kvexact/core/split_mix.hpp>
 #include <kvexact/speculative/cost_model.hpp>
 #include <kvexact/speculative/draft_length.hpp>
 #include <kvexact/speculative/schedule.hpp>
@@ -142,14 +143,11 @@ class offload_simulator {
   };
 
   offload_simulator(const simulator_options& options, offload_schedule schedule) noexcept
-      : options_(options), schedule_(std::move(schedule)) {}
+      : options_(options), schedule_(std::move(schedule)), random_state_(options.seed) {}
 
-  /// In [0, 1), from a counter: SplitMix64.
+  /// In [0, 1).
   [[nodiscard]] double random() noexcept {
-    std::uint64_t bits = options_.seed + 0x9e3779b97f4a7c15u * ++drawn_;
-    bits = (bits ^ bits >> 30) * 0xbf58476d1ce4e5b9u;
-    bits = (bits ^ bits >> 27) * 0x94d049bb133111ebu;
-    return static_cast<double>((bits ^ bits >> 31) >> 11) * 0x1p-53;
+    return detail::unit_number(detail::split_mix(random_state_));
   }
   [[nodiscard]] draft_lengths next(running& of) noexcept {
     const std::uint32_t most = of.request.tokens - of.committed - 1;
@@ -228,7 +226,7 @@ class offload_simulator {
   std::vector<running> requests_;
   std::vector<transfer> loads_;
   simulator_report report_;
-  std::uint64_t drawn_ = 0;
+  std::uint64_t random_state_;
 };
 
 }  // namespace kvexact
