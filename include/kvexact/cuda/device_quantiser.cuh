@@ -89,6 +89,22 @@ struct channel_groups {
   }
 };
 
+/// Loads a row [dim], and gives the largest magnitude in each lane.
+template <lockstep_lanes L, class Number>
+[[nodiscard]] KVEXACT_HOST_DEVICE per_lane<L, float> load_with_magnitudes(const L& lanes, std::uint32_t dim, const Number* row,
+                                                                         per_lane<L, octet>& values) noexcept {
+  per_lane<L, float> amax{};
+  lanes.each([&](int lane, octet& own, float& most) {
+    if (lane >= static_cast<int>(dim / octet_channels)) return;
+    own = load_octet(row, lane);
+    for (int k = 0; k < octet_channels; ++k) {
+      const float magnitude = own.v[k] < 0 ? -own.v[k] : own.v[k];
+      most = magnitude > most ? magnitude : most;
+    }
+  }, values, amax);
+  return amax;
+}
+
 /// Values are numbers times a scale.
 struct scaled_line {
   float scale;

@@ -36,15 +36,7 @@ struct scaled_float : unrotated {
   KVEXACT_HOST_DEVICE void quantise(const L& lanes, const Number* row, std::ptrdiff_t, std::byte* packed) const noexcept {
     const float top = finite_value(Format::from_bits(Format::max_finite));
     per_lane<L, octet> values{};
-    per_lane<L, float> amax{};
-    lanes.each([&](int lane, octet& own, float& most) {
-      if (lane >= octets_of(*this)) return;
-      own = load_octet(row, lane);
-      for (int k = 0; k < octet_channels; ++k) {
-        const float magnitude = own.v[k] < 0 ? -own.v[k] : own.v[k];
-        most = magnitude > most ? magnitude : most;
-      }
-    }, values, amax);
+    per_lane<L, float> amax = load_with_magnitudes(lanes, dim, row, values);
     if (stores_scales) amax = largest_of_lanes(lanes, amax, groups.run(lanes.count()));
     lanes.each([&](int lane, const octet& own, const float& most) {
       if (lane >= octets_of(*this)) return;
