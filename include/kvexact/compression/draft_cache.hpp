@@ -270,4 +270,27 @@ class draft_cache {
   std::uint64_t greatest_ = 0;  // length of any layer so far
 };
 
+/// Whether any layer of a draft cache observes the attention of this position.
+template <class Cache>
+[[nodiscard]] bool observes_anywhere(const Cache& cache, std::uint64_t position) noexcept {
+  for (std::uint32_t l = 0; l < cache.shape().layers(); ++l)
+    if (cache.observes(l, position)) return true;
+  return false;
+}
+
+/// Attention of the newest token, at `position`, in a layer of a draft cache, which is handed its weights if it observes them. `weights` is
+/// working memory. Errors: those of `attend` and `observe`, out_of_memory.
+template <class Cache>
+[[nodiscard]] result<void> attend_observed(Cache& cache, std::uint32_t layer, std::uint32_t head, std::uint64_t position, const attention_call& call,
+                                           std::vector<float>& weights) noexcept {
+  if (!cache.observes(layer, position)) return cache.attend(layer, head, call);
+  try {
+    weights.resize(call.log_mass.size() * cache.entries(layer, head));
+  } catch (...) {
+    return error{error_code::out_of_memory, "attention of a token"};
+  }
+  const result<void> done = cache.attend(layer, head, call, weights);
+  return done ? cache.observe(layer, {head, position, weights, call.queries}) : done;
+}
+
 }  // namespace kvexact

@@ -258,10 +258,13 @@ class echo_kv {
 
   [[nodiscard]] static float clipped(float value) noexcept { return std::clamp(value, -largest_value, largest_value); }
 
+  [[nodiscard]] static std::uint64_t end_of_run(const follower& of, std::size_t run) noexcept {
+    return run + 1 < of.runs.size() ? of.runs[run + 1].begin : of.length;
+  }
   [[nodiscard]] static std::uint64_t whole_tokens(const follower& of) noexcept {
     std::uint64_t sum = 0;
     for (std::size_t i = 0; i < of.runs.size(); ++i) {
-      const std::uint64_t end = i + 1 < of.runs.size() ? of.runs[i + 1].begin : of.length;
+      const std::uint64_t end = end_of_run(of, i);
       sum += of.runs[i].whole ? end - of.runs[i].begin : 0;
     }
     return sum;
@@ -296,7 +299,7 @@ class echo_kv {
     const follower& of = followers_[layer - 1];
     const Scalar* row = of.whole.data();
     for (std::size_t i = 0; i < of.runs.size(); ++i) {
-      const std::uint64_t end = i + 1 < of.runs.size() ? of.runs[i + 1].begin : of.length;
+      const std::uint64_t end = end_of_run(of, i);
       if (!of.runs[i].whole) continue;
       for (std::uint64_t t = of.runs[i].begin; t < end; ++t, row += shapes_[layer].channels()) use(static_cast<std::size_t>(t), row);
     }
@@ -330,7 +333,7 @@ class echo_kv {
     }
     const Scalar* row = of.kept.data();
     for (std::size_t i = 0; i < of.runs.size(); ++i) {
-      const std::uint64_t end = i + 1 < of.runs.size() ? of.runs[i + 1].begin : of.length;
+      const std::uint64_t end = end_of_run(of, i);
       for (std::uint64_t t = of.runs[i].begin; t < end; ++t) {
         const auto at = static_cast<std::size_t>(t);
         if (of.runs[i].whole) {

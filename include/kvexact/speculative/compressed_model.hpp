@@ -9,6 +9,7 @@
 #include <vector>
 
 #include <kvexact/compression/compressor.hpp>
+#include <kvexact/compression/draft_cache.hpp>
 #include <kvexact/core/result.hpp>
 #include <kvexact/engine/positional_decoder.hpp>
 #include <kvexact/speculative/token.hpp>
@@ -38,7 +39,7 @@ class compressed_model {
     if (!taken_back) return taken_back;
     while (verified_ < goal) {
       std::uint64_t end = verified_;
-      while (end < goal && !observes(end)) ++end;
+      while (end < goal && !observes_anywhere(cache_, end)) ++end;
       for (std::uint32_t l = 0; l < cache_.shape().layers(); ++l) {
         const std::uint64_t begin = cache_.length(l);  // a call that failed may have got further in some layers
         if (begin >= end) continue;
@@ -97,22 +98,10 @@ class compressed_model {
       return cache->append(layer, target->rows(layer, position), 1);
     }
     result<void> attend(std::uint32_t layer, std::uint32_t head, const attention_call& call) noexcept {
-      if (!cache->observes(layer, position)) return cache->attend(layer, head, call);
-      try {
-        weights.resize(call.log_mass.size() * cache->entries(layer, head));
-      } catch (...) {
-        return error{error_code::out_of_memory, "attention of a token"};
-      }
-      const auto done = cache->attend(layer, head, call, weights);
-      return done ? cache->observe(layer, {head, position, weights, call.queries}) : done;
+      return attend_observed(*cache, layer, head, position, call, weights);
     }
   };
 
-  [[nodiscard]] bool observes(std::uint64_t position) const noexcept {
-    for (std::uint32_t l = 0; l < cache_.shape().layers(); ++l)
-      if (cache_.observes(l, position)) return true;
-    return false;
-  }
   /// Keeps the first `kept` tokens behind the verified ones.
   result<void> take_back(std::size_t kept) noexcept {
     if (drafted_.size() <= kept && !drafted_beyond_) return {};

@@ -8,6 +8,7 @@
 #include <span>
 #include <vector>
 
+#include <kvexact/compression/rows.hpp>
 #include <kvexact/core/result.hpp>
 #include <kvexact/engine/positional_decoder.hpp>
 #include <kvexact/tensor/cache_shape.hpp>
@@ -52,7 +53,7 @@ void read_rows(const E& engine, std::uint64_t position, std::vector<std::byte>& 
       const auto rows = engine.rows(l, position);
       for (const cache_part part : cache_parts) {
         for (std::uint32_t h = 0; h < engine.shape().layer(l).kv_heads && engine.shape().layer(l).dim(part) > 0; ++h) {
-          const auto* const row = rows.part(part).data + static_cast<std::ptrdiff_t>(h) * rows.part(part).head_stride;
+          const auto* const row = row_of(rows.part(part), 0, h);
           const auto bytes = std::as_bytes(std::span(row, engine.shape().layer(l).dim(part)));
           bits.insert(bits.end(), bytes.begin(), bytes.end());
         }
