@@ -44,13 +44,17 @@ template <int KeyBits, int ValueBits>
 draft_method turbo(const char* name, std::uint64_t sinks = 0) {
   return method<quantised<bf16, turbo_quant<KeyBits>, turbo_quant<ValueBits>>>(name, "-", {.keys = {}, .values = {}, .sinks = sinks, .tail = tail});
 }
+draft_method calibrated(draft_method method) {
+  method.is_calibrated = true;
+  return method;
+}
 /// Keys without their mean, which is calibrated.
 template <int KeyBits, int ValueBits>
 draft_method centred_turbo(const char* name, std::uint64_t sinks = 0) {
   using C = quantised<bf16, centred<turbo_quant<KeyBits>>, turbo_quant<ValueBits>>;
-  return chosen<C>(name, "key means", [sinks](std::uint32_t layer, const draft_setting& setting) {
+  return calibrated(chosen<C>(name, "key means", [sinks](std::uint32_t layer, const draft_setting& setting) {
     return typename C::options{.keys = {.means = setting.calibration->key_means[layer], .inner = {}}, .values = {}, .sinks = sinks, .tail = tail};
-  });
+  }));
 }
 /// Keeps a part of the prompt, decided at its end.
 dropper_options prompt_eviction(const draft_setting& setting, double part) {
@@ -102,7 +106,8 @@ std::vector<draft_method> all_draft_methods() {
        [](const cache_shape& shape, const draft_setting& setting) {
          using C = draft_cache<echo_kv<bf16>>;
          return as_any(C::make(shape, [&](std::uint32_t layer) { return C::options{{.maps = setting.calibration->echo[layer / echo_layers]}}; }));
-       }},
+       },
+       true},
       chosen<streaming_llm<bf16>>("StreamingLLM, a quarter", "-", [](std::uint32_t, const draft_setting& setting) {
         return streaming_llm<bf16>::options({.window = static_cast<std::uint32_t>(setting.context / 4)});
       }),
@@ -125,9 +130,9 @@ std::vector<draft_method> all_draft_methods() {
       chosen<rest_kv<bf16>>("ReST-KV, a quarter", "attention of 32 queries", [](std::uint32_t, const draft_setting& setting) {
         return rest_kv<bf16>::options({.eviction = prompt_eviction(setting, 0.25)});
       }),
-      chosen<rest_kv<bf16>>("ReST-KV with the output projection, a quarter", "attention of 32 queries", [](std::uint32_t layer, const draft_setting& setting) {
+      calibrated(chosen<rest_kv<bf16>>("ReST-KV with the output projection, a quarter", "attention of 32 queries", [](std::uint32_t layer, const draft_setting& setting) {
         return rest_kv<bf16>::options({.eviction = prompt_eviction(setting, 0.25), .output_gram = setting.calibration->output_grams[layer]});
-      }),
+      })),
       chosen<h2o<bf16>>("H2O, a quarter", "attention of all queries", [](std::uint32_t, const draft_setting& setting) {
         return h2o<bf16>::options(prompt_eviction(setting, 0.25));
       }),

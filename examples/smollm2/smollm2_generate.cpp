@@ -181,7 +181,7 @@ int main(int argc, char** argv) {
   wanted.prompt = *std::move(ids);
   const auto text = calibration_text.empty() ? outcome<std::vector<std::uint32_t>>(wanted.prompt) : read_tokens(calibration_text);
   if (!text) return fail(text.error());
-  const auto calibration = calibrate(*model, choice.folder, *text);
+  const auto calibration = method->is_calibrated ? calibrate(*model, choice.folder, *text) : outcome<draft_calibration>(draft_calibration{});
   if (!calibration) return fail(calibration.error());
 
   const std::size_t capacity = wanted.prompt.size() + wanted.max_tokens + 2 * wanted.longest_draft + 8;
