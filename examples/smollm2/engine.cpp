@@ -65,6 +65,10 @@ outcome<model_shape> read_shape(const safetensors_file& file) {
   return shape;
 }
 
+std::string bad_token(std::size_t row, std::size_t id, std::size_t vocabulary) {
+  return "token " + std::to_string(row) + " has id " + std::to_string(id) + "; the vocabulary has " + std::to_string(vocabulary) + " ids";
+}
+
 }  // namespace
 
 kv_cache::kv_cache(const model_shape& shape, std::size_t capacity, std::size_t workers)
@@ -103,22 +107,22 @@ namespace {
 struct stored_rows {
   std::vector<bf16> keys, values;
 
-  stored_rows(const key_value_sums& sums, const rotary_table& rotary, std::size_t first, std::size_t kv_width)
-      : keys(sums.keys.size()), values(sums.values.size()) {
+  stored_rows(std::span<const float> key_sums, std::span<const float> value_sums, const rotary_table& rotary, std::size_t first, std::size_t kv_width)
+      : keys(key_sums.size()), values(value_sums.size()) {
     std::vector<float> turned(kv_width);
     for (std::size_t i = 0; i < keys.size(); i += kv_width) {
-      for (std::size_t d = 0; d < kv_width; ++d) turned[d] = bf16::from_float(sums.keys[i + d]).to_float();
+      for (std::size_t d = 0; d < kv_width; ++d) turned[d] = bf16::from_float(key_sums[i + d]).to_float();
       rotary.rotate(turned, first + i / kv_width);
       for (std::size_t d = 0; d < kv_width; ++d) keys[i + d] = bf16::from_float(turned[d]);
     }
-    std::transform(sums.values.begin(), sums.values.end(), values.begin(), bf16::from_float);
+    std::transform(value_sums.begin(), value_sums.end(), values.begin(), bf16::from_float);
   }
 };
 
 }  // namespace
 
 void kv_cache::write(std::size_t layer, std::size_t first, const key_value_sums& sums) noexcept {
-  const stored_rows rows(sums, rotary_, first, kv_width_);
+  const stored_rows rows(sums.keys, sums.values, rotary_, first, kv_width_);
   write(layer, first, rows.keys, rows.values);
 }
 
@@ -266,8 +270,7 @@ outcome<std::vector<bf16>> engine::embed(std::span<const std::uint32_t> ids) con
     for (std::size_t row = 0; row < ids.size(); ++row) {
       const std::size_t id = ids[row];
       if (id >= shape_.vocabulary) {
-        return failure{error_code::out_of_range, "token " + std::to_string(row) + " has id " + std::to_string(id) +
-                                                     "; the vocabulary has " + std::to_string(shape_.vocabulary) + " ids"};
+        return failure{error_code::out_of_range, bad_token(row, id, shape_.vocabulary)};
       }
       const std::uint16_t* const column = embedding_.panels.data() + id / width * shape_.width * width + id % width;
       for (std::size_t i = 0; i < shape_.width; ++i) hidden[row * shape_.width + i].bits = column[i * width];
@@ -346,15 +349,25 @@ void engine::keys_values(std::size_t layer, std::span<const bf16> hidden, key_va
   });
 }
 
-/// Queries from s.a, attention into s.b; both [rows, width].
-void engine::attend(scratch& s, std::size_t layer, std::size_t first, std::size_t rows, kv_cache& cache,
+/// Queries of rows of hidden states, [rows, width], into s.a.
+void engine::queries(scratch& s, std::size_t layer, const bf16* hidden, std::size_t rows) const noexcept {
+  const layer_weights& w = layers_[layer];
+  load_hidden(s, hidden, rows, w.attention_norm);
+  quantise(s, w.query, rows);
+  multiply(s, w.query, rows, s.a.data());
+}
+
+/// Queries from s.a, attention into s.b, from row `begin` on; both [rows, width].
+void engine::attend(scratch& s, std::size_t layer, std::size_t begin, std::size_t rows, std::size_t first, kv_cache& cache,
                     std::size_t worker) const noexcept {
+  float* const queries = s.a.data() + begin * shape_.width;
+  float* const attended = s.b.data() + begin * shape_.width;
   const std::size_t head_dim = shape_.head_dim, shared = shape_.heads / shape_.kv_heads;
   const kv_cache::layer_rows& stored = cache.layers_[layer];
   const attention_window window = is_exact(layer) ? attention_window{} : window_;
-  run(isa_, kernels::round_all{s.a.data(), rows * shape_.width});
-  for (std::size_t row = 0; row < rows; ++row) cache.rotary_.rotate({s.a.data() + row * shape_.width, shape_.width}, first + row);
-  run(isa_, kernels::round_all{s.a.data(), rows * shape_.width});
+  run(isa_, kernels::round_all{queries, rows * shape_.width});
+  for (std::size_t row = 0; row < rows; ++row) cache.rotary_.rotate({queries + row * shape_.width, shape_.width}, first + row);
+  run(isa_, kernels::round_all{queries, rows * shape_.width});
 
   const std::size_t tokens_at_once = width / shared;
   for (std::size_t row = 0; row < rows; row += tokens_at_once) {
@@ -370,17 +383,31 @@ void engine::attend(scratch& s, std::size_t layer, std::size_t first, std::size_
       };
       std::fill(s.queries.begin(), s.queries.end(), std::uint16_t{0});
       for (std::size_t lane = 0; lane < lanes; ++lane) {
-        for (std::size_t d = 0; d < head_dim; ++d) s.queries[d * width + lane] = bf16::from_float(s.a[place(lane) + d]).bits;
+        for (std::size_t d = 0; d < head_dim; ++d) s.queries[d * width + lane] = bf16::from_float(queries[place(lane) + d]).bits;
       }
       run(isa_, kernels::attention{s.queries.data(), lanes, positions, window.sinks, window.newest,
                                    stored.key_tiles.data() + kv_head * cache.tiles_ * head_dim * width,
                                    bits_of(stored.values.data()) + kv_head * head_dim, shape_.kv_width(), head_dim,
                                    cache.scores_[worker].data(), s.attended.data()});
       for (std::size_t lane = 0; lane < lanes; ++lane) {
-        std::copy_n(s.attended.data() + lane * head_dim, head_dim, s.b.data() + place(lane));
+        std::copy_n(s.attended.data() + lane * head_dim, head_dim, attended + place(lane));
       }
     }
   }
+}
+
+/// The same for one row, whose cache is outside; nothing once it has failed.
+void engine::attend_outside(scratch& s, std::size_t layer, std::size_t row, sequence_pass& part) const noexcept {
+  const std::span<float> queries(s.a.data() + row * shape_.width, shape_.width), attended(s.b.data() + row * shape_.width, shape_.width);
+  run(isa_, kernels::round_all{queries.data(), queries.size()});
+  part.rotary->rotate(queries, part.first);
+  run(isa_, kernels::round_all{queries.data(), queries.size()});
+  try {
+    if (part.outcome) part.outcome = part.outside->attend(layer, queries, attended);
+  } catch (...) {
+    part.outcome = failure{error_code::out_of_memory, {}};
+  }
+  if (!part.outcome) std::fill(attended.begin(), attended.end(), 0.0F);
 }
 
 /// From attention in s.b to the layer's output.
@@ -404,65 +431,95 @@ void engine::after_attention(scratch& s, std::size_t layer, bf16* hidden, std::s
 }
 
 void engine::rest(std::size_t layer, std::span<bf16> hidden, std::size_t first, kv_cache& cache) noexcept {
-  const layer_weights& w = layers_[layer];
   const std::size_t rows = hidden.size() / shape_.width;
   assert(first + rows <= cache.capacity());
   for_blocks(rows, [&](std::size_t row, std::size_t count, std::size_t worker) {
     scratch& s = scratch_[worker];
     bf16* const here = hidden.data() + row * shape_.width;
-
-    load_hidden(s, here, count, w.attention_norm);
-    quantise(s, w.query, count);
-    multiply(s, w.query, count, s.a.data());
-    attend(s, layer, first + row, count, cache, worker);
+    queries(s, layer, here, count);
+    attend(s, layer, 0, count, first + row, cache, worker);
     after_attention(s, layer, here, count);
   });
 }
 
+status engine::check(const sequence_pass& part) const {
+  const std::size_t positions = part.own != nullptr ? part.own->capacity() : part.rotary->positions();
+  if (part.first > positions || part.ids.size() > positions - part.first)
+    return failure{error_code::out_of_range, "the cache ends at position " + std::to_string(positions)};
+  for (std::size_t i = 0; i < part.ids.size(); ++i) {
+    if (part.ids[i] >= shape_.vocabulary) return failure{error_code::out_of_range, bad_token(i, part.ids[i], shape_.vocabulary)};
+  }
+  return done;
+}
+
+void engine::forward(std::span<sequence_pass> parts) noexcept {
+  try {
+    struct rows_of {
+      sequence_pass* part;
+      std::size_t begin, end;
+    };
+    std::vector<rows_of> all;
+    std::vector<std::uint32_t> ids;
+    for (sequence_pass& part : parts) {
+      part.outcome = check(part);
+      if (!part.outcome || part.ids.empty()) continue;
+      all.push_back({&part, ids.size(), ids.size() + part.ids.size()});
+      ids.insert(ids.end(), part.ids.begin(), part.ids.end());
+    }
+    auto embedded = embed(ids);
+    if (!embedded) throw std::bad_alloc();
+    std::vector<bf16>& hidden = *embedded;
+    const std::size_t kv_width = shape_.kv_width();
+    key_value_sums sums;
+    for (std::size_t layer = 0; layer < shape_.layers; ++layer) {
+      keys_values(layer, hidden, sums);
+      for (const rows_of& each : all) {
+        sequence_pass& part = *each.part;
+        if (!part.outcome) continue;
+        const auto of_part = [&](const std::vector<float>& values) { return std::span(values).subspan(each.begin * kv_width, part.ids.size() * kv_width); };
+        const stored_rows rows(of_part(sums.keys), of_part(sums.values), part.own != nullptr ? part.own->rotary() : *part.rotary, part.first, kv_width);
+        if (part.own != nullptr) {
+          part.own->write(layer, part.first, rows.keys, rows.values);
+        } else {
+          part.outcome = part.outside->append(layer, rows.keys, rows.values);
+        }
+      }
+      for_blocks(ids.size(), [&](std::size_t row, std::size_t count, std::size_t worker) {
+        scratch& s = scratch_[worker];
+        queries(s, layer, hidden.data() + row * shape_.width, count);
+        for (const rows_of& each : all) {
+          const std::size_t begin = std::max(each.begin, row), end = std::min(each.end, row + count);
+          if (begin >= end) continue;
+          if (each.part->own != nullptr) {
+            attend(s, layer, begin - row, end - begin, each.part->first + begin - each.begin, *each.part->own, worker);
+          } else {
+            attend_outside(s, layer, begin - row, *each.part);
+          }
+        }
+        after_attention(s, layer, hidden.data() + row * shape_.width, count);
+      });
+    }
+    for (const rows_of& each : all) {
+      each.part->hidden.assign(hidden.begin() + static_cast<std::ptrdiff_t>(each.begin * shape_.width),
+                               hidden.begin() + static_cast<std::ptrdiff_t>(each.end * shape_.width));
+    }
+  } catch (const std::exception& caught) {
+    for (sequence_pass& part : parts) part.outcome = failure{error_code::out_of_memory, std::string("cannot compute tokens: ") + caught.what()};
+  }
+}
+
 outcome<std::vector<bf16>> engine::forward(std::span<const std::uint32_t> ids, std::size_t first, kv_cache& cache) noexcept {
-  if (first > cache.capacity() || ids.size() > cache.capacity() - first) {
-    return failure{error_code::out_of_range, "the cache ends at position " + std::to_string(cache.capacity())};
-  }
-  auto hidden = embed(ids);
-  if (!hidden) return hidden;
-  key_value_sums sums;
-  for (std::size_t layer = 0; layer < shape_.layers; ++layer) {
-    keys_values(layer, *hidden, sums);
-    cache.write(layer, first, sums);
-    rest(layer, *hidden, first, cache);
-  }
-  return hidden;
+  sequence_pass pass{ids, first, &cache};
+  forward(std::span(&pass, 1));
+  if (!pass.outcome) return pass.outcome.error();
+  return std::move(pass.hidden);
 }
 
 outcome<std::vector<bf16>> engine::step(std::uint32_t id, std::size_t position, const rotary_table& rotary, token_cache& cache) noexcept {
-  if (position >= rotary.positions()) {
-    return failure{error_code::out_of_range, "positions end at " + std::to_string(rotary.positions())};
-  }
-  auto hidden = embed(std::span(&id, 1));
-  if (!hidden) return hidden;
-  try {
-    key_value_sums sums;
-    scratch& s = scratch_.front();
-    for (std::size_t layer = 0; layer < shape_.layers; ++layer) {
-      keys_values(layer, *hidden, sums);
-      const stored_rows rows(sums, rotary, position, shape_.kv_width());
-      const status appended = cache.append(layer, rows.keys, rows.values);
-      if (!appended) return appended.error();
-      load_hidden(s, hidden->data(), 1, layers_[layer].attention_norm);
-      quantise(s, layers_[layer].query, 1);
-      multiply(s, layers_[layer].query, 1, s.a.data());
-      const std::span<float> queries(s.a.data(), shape_.width);
-      run(isa_, kernels::round_all{queries.data(), queries.size()});
-      rotary.rotate(queries, position);
-      run(isa_, kernels::round_all{queries.data(), queries.size()});
-      const status attended = cache.attend(layer, queries, std::span(s.b.data(), shape_.width));
-      if (!attended) return attended.error();
-      after_attention(s, layer, hidden->data(), 1);
-    }
-  } catch (const std::exception& caught) {
-    return failure{error_code::out_of_memory, std::string("cannot compute a token: ") + caught.what()};
-  }
-  return hidden;
+  sequence_pass pass{std::span(&id, 1), position, nullptr, &cache, &rotary};
+  forward(std::span(&pass, 1));
+  if (!pass.outcome) return pass.outcome.error();
+  return std::move(pass.hidden);
 }
 
 void engine::logits(std::span<const bf16> hidden, std::span<float> out) noexcept {

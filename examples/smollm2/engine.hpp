@@ -122,6 +122,18 @@ class token_cache {
   virtual status attend(std::size_t layer, std::span<const float> queries, std::span<float> out) = 0;
 };
 
+/// A sequence's part of a pass: tokens at positions first, first + 1, ..., what holds their keys and values, and what becomes of them.
+struct sequence_pass {
+  std::span<const std::uint32_t> ids;
+  std::size_t first = 0;
+  kv_cache* own = nullptr;               ///< attended by the engine; or, if null:
+  token_cache* outside = nullptr;        ///< what the cache makes of keys, values and queries is its own affair; one token
+  const rotary_table* rotary = nullptr;  ///< of `outside`
+
+  status outcome = done;
+  std::vector<bf16> hidden = {};  ///< after the last layer, [ids, width]
+};
+
 /// One call at a time: the engine spreads a call over its own threads and reuses their scratch memory.
 class engine {
  public:
@@ -149,14 +161,16 @@ class engine {
   /// each row's own, then the feed-forward part. `hidden` [rows, width] is the layer's input and becomes its output.
   void rest(std::size_t layer, std::span<bf16> hidden, std::size_t first, kv_cache& cache) noexcept;
 
-  /// All layers for tokens at positions first, first + 1, ...: fills the cache and returns the hidden states after the last layer.
-  /// Fails on an id outside the vocabulary or a position outside the cache.
+  /// All layers for tokens of several sequences together, each with the bits that a pass of its own gives. A part fails on an id outside the
+  /// vocabulary, on a position outside the cache, and as an outside cache does (then its first layers have the token and the others do not);
+  /// the other parts go on. All fail where memory runs out.
+  void forward(std::span<sequence_pass> parts) noexcept;
+
+  /// One sequence on a cache of the engine: fills it and returns the hidden states after the last layer.
   [[nodiscard]] outcome<std::vector<bf16>> forward(std::span<const std::uint32_t> ids, std::size_t first, kv_cache& cache) noexcept;
 
-  /// All layers for one token, with the cache outside: what the cache makes of keys, values and queries is its own affair. Gives the hidden
-  /// state after the last layer. With exact attention to all tokens it differs from `forward` without a window by the rounding of sums
-  /// alone. Fails on an id outside the vocabulary, on a position that `rotary` does not have, and as the cache does: then the first layers
-  /// have the token and the others do not.
+  /// One token with the cache outside. With exact attention to all tokens it differs from `forward` without a window by the rounding of sums
+  /// alone.
   [[nodiscard]] outcome<std::vector<bf16>> step(std::uint32_t id, std::size_t position, const rotary_table& rotary, token_cache& cache) noexcept;
 
   /// Logits [rows, vocabulary] of hidden states after the last layer, as float sums.
@@ -187,7 +201,10 @@ class engine {
   void load_rows(scratch& s, const float* values, std::size_t rows, std::size_t inputs) const noexcept;
   void quantise(scratch& s, const matrix& weights, std::size_t rows) const noexcept;
   void multiply(const scratch& s, const matrix& weights, std::size_t rows, float* out) const noexcept;
-  void attend(scratch& s, std::size_t layer, std::size_t first, std::size_t rows, kv_cache& cache, std::size_t worker) const noexcept;
+  [[nodiscard]] status check(const sequence_pass& part) const;
+  void queries(scratch& s, std::size_t layer, const bf16* hidden, std::size_t rows) const noexcept;
+  void attend(scratch& s, std::size_t layer, std::size_t begin, std::size_t rows, std::size_t first, kv_cache& cache, std::size_t worker) const noexcept;
+  void attend_outside(scratch& s, std::size_t layer, std::size_t row, sequence_pass& part) const noexcept;
   void after_attention(scratch& s, std::size_t layer, bf16* hidden, std::size_t rows) const noexcept;
   template <class Body>
   void for_blocks(std::size_t rows, Body&& body);

@@ -16,6 +16,7 @@
 #include <kvexact/tensor/kv_cache_view.hpp>
 
 #include "engine.hpp"
+#include "sequence_batch.hpp"
 
 namespace kvexact::examples {
 
@@ -62,22 +63,22 @@ class stepped_cache final : public token_cache {
 
 }  // namespace detail
 
-/// The reference engine with the full cache of one sequence, as the speculative decoder drives it. The engine is the caller's and outlives
-/// this object; calls to objects of one engine must not overlap in time.
+/// The reference engine with the full cache of one sequence, as the speculative decoder drives it. Engine and batch are the caller's and
+/// outlive this object; calls to objects of one engine must not overlap in time, but for sequences of one batch, each on its thread.
 ///
 /// Row-invariant: a row's bits are the same whatever the number of rows in a call.
 class sequence_engine {
  public:
   using scalar = bf16;
 
-  /// Room for `capacity` tokens.
-  [[nodiscard]] static outcome<sequence_engine> make(engine& model, std::size_t capacity) noexcept {
+  /// Room for `capacity` tokens; with a batch, passes are made together with those of its other sequences.
+  [[nodiscard]] static outcome<sequence_engine> make(engine& model, std::size_t capacity, sequence_batch* batch = nullptr) noexcept {
     auto cache = model.make_cache(capacity);
     if (!cache) return cache.error();
     const auto dim = static_cast<std::uint32_t>(model.shape().head_dim);
     auto shape = cache_shape::uniform(static_cast<std::uint32_t>(model.shape().layers), {static_cast<std::uint32_t>(model.shape().kv_heads), dim, dim});
     if (!shape) return failure{shape.error().code, shape.error().message()};
-    return sequence_engine(model, *std::move(shape), *std::move(cache));
+    return sequence_engine(model, batch, *std::move(shape), *std::move(cache));
   }
 
   [[nodiscard]] std::uint32_t vocabulary() const noexcept { return static_cast<std::uint32_t>(model_->shape().vocabulary); }
@@ -91,10 +92,12 @@ class sequence_engine {
       return error{error_code::invalid_argument, "room for logits is of whole rows, at most one a token"};
     if (tokens.size() > capacity() - length_) return error{error_code::out_of_range, "tokens beyond the engine's cache"};
     if (tokens.empty()) return {};
-    const auto hidden = model_->forward(tokens, static_cast<std::size_t>(length_), cache_);
-    if (!hidden) return error{hidden.error().code == error_code::out_of_memory ? error_code::out_of_memory : error_code::invalid_argument, "a forward pass"};
-    const std::size_t rows = logits.size() / vocabulary();
-    model_->logits(std::span(*hidden).last(rows * model_->shape().width), logits);
+    sequence_pass pass{tokens, static_cast<std::size_t>(length_), &cache_};
+    run(pass, logits);
+    if (!pass.outcome) {
+      const bool memory = pass.outcome.error().code == error_code::out_of_memory;
+      return error{memory ? error_code::out_of_memory : error_code::invalid_argument, "a forward pass"};
+    }
     length_ += tokens.size();
     return {};
   }
@@ -114,17 +117,25 @@ class sequence_engine {
   template <class Cache>
   result<void> step(std::uint32_t token, std::uint64_t position, Cache& cache, std::span<float> logits) noexcept {
     detail::stepped_cache<Cache> seen(model_->shape(), cache);
-    const auto hidden = model_->step(token, static_cast<std::size_t>(position), cache_.rotary(), seen);
+    sequence_pass pass{std::span(&token, 1), static_cast<std::size_t>(position), nullptr, &seen, &cache_.rotary()};
+    run(pass, logits);
     if (!seen.outcome()) return seen.outcome();
-    if (!hidden) return error{hidden.error().code, "a step on a draft cache"};
-    if (!logits.empty()) model_->logits(*hidden, logits);
+    if (!pass.outcome) return error{pass.outcome.error().code, "a step on a draft cache"};
     return {};
   }
 
  private:
-  sequence_engine(engine& model, cache_shape shape, kv_cache cache) noexcept : model_(&model), shape_(std::move(shape)), cache_(std::move(cache)) {}
+  sequence_engine(engine& model, sequence_batch* batch, cache_shape shape, kv_cache cache) noexcept
+      : model_(&model), batch_(batch), shape_(std::move(shape)), cache_(std::move(cache)) {}
+
+  void run(sequence_pass& pass, std::span<float> logits) noexcept {
+    if (batch_ != nullptr) return batch_->run(pass, logits);
+    model_->forward(std::span(&pass, 1));
+    if (pass.outcome) model_->logits(std::span(pass.hidden).last(logits.size() / vocabulary() * model_->shape().width), logits);
+  }
 
   engine* model_;
+  sequence_batch* batch_;
   cache_shape shape_;
   kv_cache cache_;
   std::uint64_t length_ = 0;

@@ -11,12 +11,11 @@
 
 #include <CLI/CLI.hpp>
 
-#include <kvexact/speculative/speculative_decoder.hpp>
-
 #include "any_draft_cache.hpp"
 #include "draft_calibration.hpp"
 #include "draft_methods.hpp"
 #include "engine.hpp"
+#include "generation.hpp"
 #include "sequence_engine.hpp"
 #include "token_file.hpp"
 #include "tool_options.hpp"
@@ -25,69 +24,6 @@ using namespace kvexact;
 using namespace kvexact::examples;
 
 namespace {
-
-using seconds = std::chrono::duration<double>;
-double since(std::chrono::steady_clock::time_point start) { return seconds(std::chrono::steady_clock::now() - start).count(); }
-
-struct request {
-  std::vector<std::uint32_t> prompt;
-  std::uint64_t max_tokens = 64;
-  std::vector<std::uint32_t> ends;
-  sampling_parameters sampling;
-  std::uint64_t seed = 0;
-  std::uint32_t longest_draft = 16;
-};
-
-struct generated {
-  std::vector<std::uint32_t> tokens;  ///< after the prompt
-  std::size_t rounds = 0, proposed = 0, accepted = 0;
-  float smallest_gap = std::numeric_limits<float>::infinity();
-  double seconds = 0;
-  const char* level = "";
-};
-
-failure as_failure(const error& why) { return {why.code, why.message()}; }
-
-/// All rounds of a sequence; `rule` and `length` as chosen, `drafts` any.
-template <class Drafter, class Rule, class Length>
-outcome<generated> decode(sequence_engine& engine, Drafter drafts, Rule rule, Length length, const request& wanted, bool probe) {
-  const auto sampler = standard_sampler::make(wanted.sampling);
-  if (!sampler) return as_failure(sampler.error());
-  auto made = speculative_decoder<sequence_engine, Drafter, Rule, Length>::make(
-      engine, std::move(drafts), std::move(rule), std::move(length),
-      {.sampler = *sampler, .stops = {.end_tokens = wanted.ends, .max_new_tokens = wanted.max_tokens}, .longest_draft = wanted.longest_draft});
-  if (!made) return as_failure(made.error());
-  const auto begun = made->begin(wanted.prompt);
-  if (!begun) return as_failure(begun.error());
-  if (probe) {
-    const auto found = made->probe();
-    if (!found) return as_failure(found.error());
-  }
-  generated all;
-  const auto start = std::chrono::steady_clock::now();
-  while (!made->stop()) {
-    const auto report = made->round();
-    if (!report) return as_failure(report.error());
-    all.tokens.insert(all.tokens.end(), report->committed.begin(), report->committed.end());
-    ++all.rounds;
-    all.proposed += report->proposed;
-    all.accepted += report->accepted;
-    all.smallest_gap = std::min(all.smallest_gap, report->smallest_gap);
-  }
-  all.seconds = since(start);
-  all.level = to_string(made->level());
-  return all;
-}
-
-/// A drafter that never drafts.
-struct no_drafter {
-  [[nodiscard]] std::uint64_t max_draft() const noexcept { return 0; }
-  result<void> synchronise(std::span<const token_id>) noexcept { return {}; }
-  template <class Rule, class Sampler>
-  result<void> propose(const draft_request<Rule, Sampler>&, draft_block&) noexcept {
-    return {};
-  }
-};
 
 /// Seconds of a draft step and of passes of several widths, at the end of the prompt.
 outcome<measured_cost> measure(sequence_engine& engine, compressed_model<sequence_engine, any_draft_cache>& model, const request& wanted) {
@@ -221,14 +157,7 @@ int main(int argc, char** argv) {
   const auto expected = is_greedy ? plainly(greedy()) : plainly(sample_and_match(wanted.seed));
   if (!expected) return fail(expected.error());
   const auto parts = std::mismatch(found->tokens.begin(), found->tokens.end(), expected->tokens.begin(), expected->tokens.end()).first - found->tokens.begin();
-  bool same_rows = engine->length() == other->length();
-  std::vector<std::byte> a, b;
-  for (std::uint64_t t = 0; t < engine->length() && same_rows; ++t) {
-    kvexact::detail::read_rows(*engine, t, a);
-    kvexact::detail::read_rows(*other, t, b);
-    same_rows = a == b;
-  }
-  const bool same_tokens = found->tokens == expected->tokens;
+  const bool same_tokens = found->tokens == expected->tokens, same_rows = equal_rows(*engine, *other);
   if (same_tokens && same_rows) {
     std::fprintf(stderr, "identical: yes, %zu tokens and the K/V rows of %llu; plain decoding %.1f tokens/s\n", found->tokens.size(),
                  static_cast<unsigned long long>(engine->length()), static_cast<double>(expected->tokens.size()) / expected->seconds);

@@ -865,6 +865,43 @@ TEST_CASE("engine: a token at a time with the cache outside is the forward pass 
   CHECK(model.step(ids[0], 30, cache->rotary(), outside).error().code == error_code::out_of_range);
 }
 
+TEST_CASE("engine: parts of a pass have the bits of passes of their own, whatever becomes of the others") {
+  const temporary_folder folder;
+  REQUIRE(write_model(folder / "model"));
+  engine model = load_model(folder / "model", {.threads = 2});
+  const auto ids = some_tokens(90);
+  const auto tokens = [&](std::size_t first, std::size_t count) { return std::span(ids).subspan(first, count); };
+  struct caches {
+    examples::kv_cache alone, together;
+  };
+  std::vector<caches> own;
+  for (int i = 0; i < 2; ++i) own.push_back({*model.make_cache(90), *model.make_cache(90)});
+  for (examples::kv_cache* each : {&own[1].alone, &own[1].together}) REQUIRE(model.forward(tokens(0, 5), 0, *each));
+  plain_token_cache outside_alone(model.shape()), outside_together(model.shape()), refusing(model.shape());
+  refusing.refuse = true;
+  const rotary_table& rotary = own[0].alone.rotary();
+
+  const std::vector<std::uint32_t> unknown{1, vocabulary};
+  sequence_pass parts[] = {{tokens(0, 61), 0, &own[0].together},                      // a block of the engine ends inside the second
+                           {tokens(5, 20), 5, &own[1].together},
+                           {unknown, 0, &own[0].together},
+                           {tokens(3, 1), 0, nullptr, &refusing, &rotary},
+                           {{}, 90, &own[0].together},
+                           {tokens(7, 1), 0, nullptr, &outside_together, &rotary}};
+  model.forward(parts);
+  CHECK(same_bits(parts[0].hidden, *model.forward(tokens(0, 61), 0, own[0].alone)));
+  CHECK(same_bits(parts[1].hidden, *model.forward(tokens(5, 20), 5, own[1].alone)));
+  CHECK(same_bits(parts[5].hidden, *model.step(ids[7], 0, rotary, outside_alone)));
+  for (std::size_t l = 0; l < layers; ++l) {
+    CHECK(same_bits(own[0].together.keys(l, 61), own[0].alone.keys(l, 61)));
+    CHECK(same_bits(own[1].together.values(l, 25), own[1].alone.values(l, 25)));
+    CHECK(same_bits(std::span<const bf16>(outside_together.keys(l)), std::span<const bf16>(outside_alone.keys(l))));
+  }
+  CHECK(parts[2].outcome.error().text.find("token 1 has id 48") != std::string::npos);
+  CHECK(parts[3].outcome.error().text == "refused");
+  CHECK((parts[4].outcome && parts[4].hidden.empty()));
+}
+
 TEST_CASE("engine: no tokens, unknown tokens, a full cache") {
   const temporary_folder folder;
   REQUIRE(write_model(folder / "model"));
