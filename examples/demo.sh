@@ -26,10 +26,16 @@ fi
 
 echo "building"
 cmake --preset release >/dev/null
-cmake --build --preset release --target smollm2_cache smollm2_codec smollm2_generate kvexact_tool | tail -n 1
+cmake --build --preset release --target smollm2_batch smollm2_cache smollm2_codec smollm2_generate kvexact_tool | tail -n 1
 python3 examples/demo.py "$@"
 
 echo
 echo "exact speculative decoding: drafts on a KVarN cache of 4 bits, the same without drafts beside it"
 build/release/examples/smollm2_generate --tokens "$KVEXACT_CACHE/tokens/documents/held_out_00.txt" --max-tokens 48 --compressor "KVarN 4" \
   --draft-length 6 --compare
+
+echo
+echo "and prompts of four kinds in a batch, on three kinds of draft cache: tokens and K/V rows of plain decoding"
+"$KVEXACT_CACHE/venv/bin/python" examples/smollm2/make_prompts.py "$KVEXACT_CACHE/tokens/prompts" 8
+build/release/examples/smollm2_batch --tokens "$KVEXACT_CACHE"/tokens/prompts/*.txt --max-tokens 32 --draft-length 6 \
+  --only "KVarN 4" "TurboQuant 3, 3" "SnapKV, a quarter" --skip centred "in int4" "in TurboQuant"
