@@ -153,6 +153,7 @@ int main(int argc, char** argv) {
   for (const reference& each : references) tokens += each.plain.tokens.size();
   std::printf("%zu prompts, %zu tokens; plain decoding, %zu together: %.1f tokens/s\n", references.size(), tokens, members, static_cast<double>(tokens) / since(start));
   std::printf("%-52s %6s %6s %9s %9s %8s %8s %8s %9s\n", "method", "bytes", "length", "a round", "accepted", "parted", "rows", "gap", "tokens/s");
+  std::fflush(stdout);
 
   const model_shape& shape = model->shape();
   bool identical = true;
