@@ -95,6 +95,7 @@
 #include <kvexact/residual/value_grid.hpp>
 #include <kvexact/residual/value_grid_avx512.hpp>
 #include <kvexact/speculative/acceptance.hpp>
+#include <kvexact/speculative/cache_loader.hpp>
 #include <kvexact/speculative/chain.hpp>
 #include <kvexact/speculative/compressed_model.hpp>
 #include <kvexact/speculative/cost_model.hpp>
@@ -107,6 +108,7 @@
 #include <kvexact/speculative/logit_processors.hpp>
 #include <kvexact/speculative/model_drafter.hpp>
 #include <kvexact/speculative/ngram_drafter.hpp>
+#include <kvexact/speculative/offloaded_batch.hpp>
 #include <kvexact/speculative/probabilities.hpp>
 #include <kvexact/speculative/reservation_ring.hpp>
 #include <kvexact/speculative/round.hpp>

@@ -18,6 +18,7 @@ constexpr error_code all_codes[] = {
     error_code::prediction_missing,  error_code::prediction_mismatch, error_code::truncated,      error_code::corrupt,
     error_code::checksum_mismatch,   error_code::unsupported,         error_code::out_of_range,   error_code::out_of_memory,
     error_code::workspace_too_small, error_code::not_calibrated,      error_code::output_failed,  error_code::device_error,
+    error_code::timed_out,
 };
 
 struct counted {

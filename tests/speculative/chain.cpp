@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 #include <vector>
 
 #include <doctest/doctest.h>
@@ -93,6 +94,29 @@ TEST_CASE("chain_level: sample_and_match proposes what its own model would have 
       REQUIRE(chain.propose(request, block));
       CHECK(std::ranges::equal(block.view().tokens, alone.view().tokens));
     }
+  }
+}
+
+TEST_CASE("chain_level and model_drafter: tokens asked for one at a time") {
+  const standard_sampler sampler = sampler_of({.presence_penalty = 2});
+  const tokens pending{3};
+  const auto same = [&](auto together, auto one_by_one, const auto& rule) {
+    using Rule = std::remove_cvref_t<decltype(rule)>;
+    draft_block expected = block_of(5), block = block_of(5);
+    REQUIRE(together.propose(draft_request<Rule, standard_sampler>{committed, pending, 5, rule, sampler}, expected));
+    for (const std::size_t wanted : {1U, 1U, 2U, 0U, 1U})
+      REQUIRE(one_by_one.propose(draft_request<Rule, standard_sampler>{committed, pending, wanted, rule, sampler}, block));
+    REQUIRE(block.size() == 5);
+    CHECK(std::ranges::equal(block.view().tokens, expected.view().tokens));
+    for (std::size_t i = 0; i < 5; ++i)
+      CHECK(std::ranges::equal(block.view().distributions[i].weights(), expected.view().distributions[i].weights()));
+  };
+  for (std::uint64_t seed = 0; seed < 20; ++seed) {
+    same(model_drafter(middle), model_drafter(middle), speculative_sampling(seed));
+    same(model_drafter(middle), model_drafter(middle), sample_and_match(seed));
+    same(chain_of(2), chain_of(2), sample_and_match(seed));
+    // Other random numbers decide where there is nothing from below, by the same law.
+    same(chain_of(0), chain_of(0), speculative_sampling(seed));
   }
 }
 

@@ -35,6 +35,12 @@ tokens proposed(const tokens& sequence, std::size_t wanted, const ngram_drafter:
     for (std::size_t i = 0; i < drafts.tokens.size(); ++i) CHECK(drafts.distributions[i].mass(drafts.tokens[i]) == 1);
     if (committed > 0) CHECK(std::ranges::equal(found, drafts.tokens));
     found.assign(drafts.tokens.begin(), drafts.tokens.end());
+    // One at a time: what has been drafted is no place to look at.
+    auto one_by_one = draft_block::make(wanted, 0);
+    REQUIRE(one_by_one);
+    const draft_request<greedy, standard_sampler> single{all.first(committed), all.subspan(committed), 1, rule, *sampler};
+    for (std::size_t i = 0; i < wanted; ++i) REQUIRE(drafter->propose(single, *one_by_one));
+    CHECK(std::ranges::equal(found, one_by_one->view().tokens));
   }
   return found;
 }

@@ -51,7 +51,7 @@ standard_sampler sampler_of(float temperature, float penalty = 1) {
   return *standard_sampler::make({.temperature = temperature, .top_p = 0.95F, .repetition_penalty = penalty});
 }
 
-/// Always the same, or a length that changes all the time, 0 included.
+/// Always the same, or a length that changes all the time, 0 included; a round's drafting ends early after `sure` drafts.
 class test_length {
  public:
   [[nodiscard]] static test_length always(std::uint32_t length) { return test_length(0, length); }
@@ -62,14 +62,18 @@ class test_length {
   void observe(const draft_outcome& outcome) noexcept {
     proposed += outcome.proposed;
     accepted += outcome.accepted;
+    asked_ = 0;
   }
+  [[nodiscard]] bool stop_early(double) noexcept { return ++asked_ == sure; }
   std::uint64_t proposed = 0, accepted = 0;
+  std::uint32_t sure = ~0U;
 
  private:
   test_length(std::uint32_t seed, std::uint32_t length) : random_(seed), length_(length) {}
 
   std::mt19937 random_;
   std::uint32_t length_;
+  std::uint32_t asked_ = 0;
 };
 
 /// One token after another on the full cache, in the plainest form.
@@ -163,6 +167,41 @@ template <class Cache>
 auto self(Cache (*make_cache)(const toy_engine&)) {
   return [make_cache](toy_engine& engine) { return self(engine, make_cache(engine)); };
 }
+
+/// Repeats the newest token; each call whose number the period divides fails, a proposal after its first token.
+struct failing_drafter {
+  std::uint32_t period;
+  std::uint32_t calls = 0;
+
+  [[nodiscard]] std::uint64_t max_draft() const noexcept { return 8; }
+  result<void> synchronise(std::span<const token_id>) noexcept { return next(); }
+  template <class Rule>
+  result<void> propose(const draft_request<Rule, standard_sampler>& request, draft_block& block) noexcept {
+    for (std::size_t i = 0; i < request.wanted; ++i) {
+      const auto pushed = block.push(request.committed.back(), distribution::point(request.committed.back()));
+      if (!pushed) return pushed;
+      if (const auto fault = next(); !fault) return fault;
+    }
+    return {};
+  }
+  result<void> next() noexcept {
+    return ++calls % period == 0 ? result<void>(error{error_code::output_failed, "an injected fault"}) : result<void>();
+  }
+};
+/// Gives one token more than wanted, or tokens from beyond the vocabulary.
+struct lying_drafter {
+  token_id first;
+
+  [[nodiscard]] std::uint64_t max_draft() const noexcept { return 8; }
+  result<void> synchronise(std::span<const token_id>) noexcept { return {}; }
+  template <class Rule>
+  result<void> propose(const draft_request<Rule, standard_sampler>& request, draft_block& block) noexcept {
+    for (std::size_t i = 0; i < request.wanted + (first < 12 ? 1 : 0); ++i) {
+      if (const auto pushed = block.push(first, distribution::point(first)); !pushed) return pushed;
+    }
+    return {};
+  }
+};
 
 }  // namespace
 
@@ -276,7 +315,9 @@ TEST_CASE("speculative_decoder: a fault anywhere loses no token, invents none, a
     }
     while (!decoder.stop()) {
       const std::size_t before = decoder.tokens().size();
-      if (!survives(decoder.round())) CHECK(decoder.tokens().size() == before);
+      const auto report = decoder.round();
+      if (!survives(report)) CHECK(decoder.tokens().size() == before);
+      if (report && report->draft_error) (void)survives(result<void>(*report->draft_error));
       REQUIRE(std::ranges::equal(decoder.tokens(), std::span(expected).first(decoder.tokens().size())));
     }
     CHECK(std::ranges::equal(decoder.tokens(), expected));
@@ -287,6 +328,115 @@ TEST_CASE("speculative_decoder: a fault anywhere loses no token, invents none, a
     if (faults.calls <= failing) break;
   }
   CHECK(faults_seen > 50);
+}
+
+TEST_CASE("speculative_decoder: a drafter that fails costs drafts and nothing else") {
+  toy_engine reference({.seed = 5});
+  const auto expected = plain(reference, greedy(), sampler_of(0), 24);
+  for (const std::uint32_t period : {1U, 2U, 3U, 7U}) {
+    CAPTURE(period);
+    toy_engine full({.seed = 5});
+    auto decoder = decoder_on<greedy>(full, failing_drafter{period}, {}, test_length::always(3),
+                                      {.sampler = sampler_of(0), .stops = {.max_new_tokens = 24}});
+    REQUIRE(decoder.begin(prompt));
+    std::size_t errors = 0, drafts = 0;
+    while (!decoder.stop()) {
+      const auto report = decoder.round();
+      REQUIRE(report);
+      errors += report->draft_error ? 1 : 0;
+      drafts += report->proposed;
+      if (report->draft_error) CHECK(report->draft_error->code == error_code::output_failed);
+    }
+    CHECK(std::ranges::equal(decoder.tokens(), expected));
+    CHECK(have_same_rows(full, reference));
+    CHECK(errors > 0);
+    CHECK((period == 1) == (drafts == 0));
+    CHECK((period == 1) == (errors == 24));
+  }
+}
+
+TEST_CASE("speculative_decoder: drafts that no engine can run") {
+  toy_engine full({.seed = 5}), reference({.seed = 5});
+  const auto expected = plain(reference, greedy(), sampler_of(0), 10);
+  for (const token_id first : {token_id{11}, token_id{12}}) {
+    full = toy_engine({.seed = 5});
+    auto decoder = decoder_on<greedy>(full, lying_drafter{first}, {}, test_length::always(3),
+                                      {.sampler = sampler_of(0), .stops = {.max_new_tokens = 10}});
+    REQUIRE(decoder.begin(prompt));
+    while (!decoder.stop()) {
+      const auto report = decoder.round();
+      REQUIRE(report);
+      CHECK(report->proposed == 0);
+      if (!decoder.stop()) CHECK(report->draft_error->code == error_code::invalid_argument);
+    }
+    CHECK(std::ranges::equal(decoder.tokens(), expected));
+  }
+}
+
+TEST_CASE("speculative_decoder: a round in its phases") {
+  toy_engine reference({.seed = 3});
+  const auto expected = plain(reference, greedy(), sampler_of(0), 40);
+  fault_plan faults;
+  toy_engine full({.seed = 3, .faults = &faults}), whole({.seed = 3});
+  const auto on = [](toy_engine& engine) {
+    return decoder_on<greedy>(engine, self(engine, made_int4(engine)), {}, test_length::always(4),
+                              {.sampler = sampler_of(0), .stops = {.max_new_tokens = 40}, .longest_draft = 6});
+  };
+  auto decoder = on(full), at_once = on(whole);
+  CHECK(decoder.verify().error().code == error_code::invalid_argument);
+  CHECK(decoder.draft(1).error().code == error_code::invalid_argument);
+  CHECK(decoder.forget_rows().error().code == error_code::invalid_argument);
+  CHECK(decoder.most_drafts() == 0);
+  REQUIRE(decoder.begin(prompt));
+  REQUIRE(at_once.begin(prompt));
+  for (int round = 0; !decoder.stop(); ++round) {
+    CAPTURE(round);
+    const auto most = decoder.most_drafts();
+    CHECK(most == std::min(6U, static_cast<std::uint32_t>(expected.size() - decoder.tokens().size() - 1)));
+    const std::uint64_t rows = full.rows_run();
+    for (int i = 0; i < 4; ++i) REQUIRE(decoder.draft(1));
+    CHECK(full.rows_run() == rows);
+    CHECK(decoder.drafted() == std::min(4U, most));
+    const std::size_t before = decoder.tokens().size();
+    // A pass fails, later than its first layer; the drafts are verified by the next.
+    faults.failing = faults.calls + 2;
+    CHECK(decoder.verify().error().code == error_code::output_failed);
+    CHECK(decoder.tokens().size() == before);
+    CHECK(decoder.drafted() == std::min(4U, most));
+    if (round == 2) REQUIRE(decoder.forget_rows());
+    if (round == 3) decoder.discard();
+    const auto report = decoder.verify();
+    REQUIRE(report);
+    CHECK(report->proposed == (round == 2 || round == 3 ? 0 : std::min(4U, most)));
+    if (round < 2) {
+      const auto same = at_once.round();
+      REQUIRE(same);
+      CHECK(std::ranges::equal(report->committed, same->committed));
+      CHECK(report->accepted == same->accepted);
+    }
+    CHECK(decoder.drafted() == 0);
+    if (!decoder.stop()) CHECK(decoder.draft(1).error().code == error_code::invalid_argument);
+    REQUIRE(decoder.synchronise());
+  }
+  CHECK(std::ranges::equal(decoder.tokens(), expected));
+  CHECK(have_same_rows(full, reference));
+  // Nothing more than the policy and the drafter want, however often they are asked.
+  toy_engine other({.seed = 3});
+  auto few = decoder_on<greedy>(other, *ngram_drafter::make({.longest = 9, .shortest = 9}), {}, test_length::always(4),
+                                {.sampler = sampler_of(0)});
+  REQUIRE(few.begin(prompt));
+  REQUIRE(few.draft(3));
+  CHECK(few.drafted() == 0);
+  toy_engine unsure({.seed = 3});
+  auto shorter = on(unsure);
+  shorter.length_policy().sure = 2;
+  REQUIRE(shorter.begin(prompt));
+  for (int round = 0; round < 3; ++round) {
+    for (int i = 0; i < 4; ++i) REQUIRE(shorter.draft(1));
+    CHECK(shorter.drafted() == 2);
+    REQUIRE(shorter.verify());
+    REQUIRE(shorter.synchronise());
+  }
 }
 
 TEST_CASE("speculative_decoder: guarantee levels, and what they are for") {

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <limits>
 #include <random>
 #include <span>
@@ -46,6 +47,7 @@ class toy_engine {
     bool last_row_differs = false;  ///< or, in passes of several rows, on being the last
     std::uint64_t max_rollback = ~std::uint64_t{0};
     fault_plan* faults = nullptr;
+    std::function<result<void>(std::uint32_t layer)> before_layer = nullptr;  ///< of `forward`, for each token, before its rows are read
   };
 
   explicit toy_engine(const options& chosen) : options_(chosen), shape_(*cache_shape::uniform(layer_count, {heads, dim, dim})) {
@@ -108,6 +110,14 @@ class toy_engine {
     return {strided_tensor<const bf16>::nhd(layers_[layer].keys.data() + first, heads, dim),
             strided_tensor<const bf16>::nhd(layers_[layer].values.data() + first, heads, dim)};
   }
+  /// [tokens, heads, dim], of tokens that have run once.
+  [[nodiscard]] std::span<bf16> keys(std::uint32_t layer, std::uint64_t tokens) noexcept {
+    return std::span(layers_[layer].keys).first(tokens * heads * dim);
+  }
+  [[nodiscard]] std::span<bf16> values(std::uint32_t layer, std::uint64_t tokens) noexcept {
+    return std::span(layers_[layer].values).first(tokens * heads * dim);
+  }
+
   template <class Cache>
   result<void> step(std::uint32_t token, std::uint64_t position, Cache& cache, std::span<float> logits) noexcept {
     if (const auto fault = next_fault(); !fault) return fault;
@@ -126,6 +136,8 @@ class toy_engine {
     std::uint64_t position;
 
     result<void> append(std::uint32_t layer, const layer_tensors<const bf16>& rows, std::uint64_t) const {
+      const auto& ready = engine->options_.before_layer;
+      if (const auto done = ready ? ready(layer) : result<void>(); !done) return done;
       const std::size_t first = static_cast<std::size_t>(position) * heads * dim;
       auto& [query, key, value, output, keys, values] = engine->layers_[layer];
       keys.resize(std::max(keys.size(), first + heads * dim));

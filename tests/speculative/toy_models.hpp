@@ -58,8 +58,8 @@ struct point_drafter {
   [[nodiscard]] result<void> synchronise(std::span<const token_id>) noexcept { return {}; }
   template <class Rule, class Sampler>
   [[nodiscard]] result<void> propose(const draft_request<Rule, Sampler>& request, draft_block& block) noexcept {
-    for (std::size_t i = 1; i <= request.wanted; ++i) {
-      const auto token = static_cast<token_id>((request.committed.back() + i) % vocabulary);
+    for (std::size_t i = 0; i < request.wanted; ++i) {
+      const auto token = static_cast<token_id>((request.committed.back() + block.size() + 1) % vocabulary);
       if (auto pushed = block.push(token, distribution::point(token)); !pushed) return pushed;
     }
     return {};

@@ -27,6 +27,7 @@ enum class error_code : std::uint8_t {
   not_calibrated = 14,       ///< the calibrator has seen nothing that it could fit
   output_failed = 15,        ///< the caller's sink refused bytes
   device_error = 16,         ///< an accelerator refused work; `what` is its runtime's sentence
+  timed_out = 17,            ///< what was waited for has not come in the time that was given
 };
 
 /// Short lower-case name of a code, for logs ("checksum_mismatch").
@@ -48,6 +49,7 @@ enum class error_code : std::uint8_t {
     case error_code::not_calibrated: return "not_calibrated";
     case error_code::output_failed: return "output_failed";
     case error_code::device_error: return "device_error";
+    case error_code::timed_out: return "timed_out";
   }
   return "unknown";
 }

@@ -31,6 +31,22 @@ concept positional_decoder = requires(E& engine, const E& seen, std::span<const 
   { engine.truncate(length) } noexcept -> std::same_as<result<void>>;
 };
 
+/// An engine whose memory grows with the sequence (pages, blocks): `reserve(length)`: there is room for the positions below `length`, until
+/// the next `truncate`. Errors: out_of_memory, out_of_range (beyond the capacity); then nothing has changed. `forward` reserves by itself
+/// what nobody has reserved.
+template <class E>
+concept reserving_decoder = positional_decoder<E> && requires(E& engine, std::uint64_t length) {
+  { engine.reserve(length) } noexcept -> std::same_as<result<void>>;
+};
+
+/// An engine whose state cannot be cut at any position (recurrent layers, sliding windows): `checkpoint()` remembers the state in place of
+/// the one before, `restore()` brings it back, `length()` included, any number of times. `max_rollback()` still says what `truncate` can do.
+template <class E>
+concept checkpointing_decoder = positional_decoder<E> && requires(E& engine) {
+  { engine.checkpoint() } noexcept -> std::same_as<result<void>>;
+  { engine.restore() } noexcept -> std::same_as<result<void>>;
+};
+
 /// An engine whose cache can be read: `shape()` of its layers; `rows(layer, position)` points at the K and V of that token and of those after it, up to `length()`.
 /// They stay where they are until the next `forward` or `truncate`.
 template <class E>

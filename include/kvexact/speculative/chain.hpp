@@ -46,19 +46,26 @@ class chain_level {
     return below_.synchronise(committed);
   }
 
-  /// Makes rounds of its own until there are as many tokens as wanted. Errors: those below, of the model, and of `settle_round`.
+  /// Makes rounds of its own until there are as many tokens as wanted. For a single one it asks below for nothing. Errors: those below, of
+  /// the model, and of `settle_round`.
   template <acceptance_rule Rule, token_sampler Sampler>
   [[nodiscard]] result<void> propose(const draft_request<Rule, Sampler>& request, draft_block& block) noexcept {
     static_assert(drafter<Below, Rule, Sampler>, "kvexact: chain_level must be given a drafter (speculative/drafter.hpp)");
     try {
+      const std::span<const token_id> held = block.view().tokens;
       pending_.assign(request.pending.begin(), request.pending.end());
+      pending_.insert(pending_.end(), held.begin(), held.end());
       Sampler ahead = request.sampler;
+      for (const token_id token : held) {
+        if (auto read = ahead.commit(token); !read) return read;
+      }
+      const std::size_t goal = held.size() + request.wanted;
       for (bool going = request.wanted > 0; going;) {
         const std::size_t before = pending_.size();
         const std::size_t length = request.committed.size() + before;
         const Rule rule = request.rule.for_round(length);
         // A round gives one token more than it accepts.
-        const std::size_t wanted = std::min(drafts_.capacity(), request.wanted - block.size() - 1);
+        const std::size_t wanted = std::min(drafts_.capacity(), goal - block.size() - 1);
         drafts_.clear();
         if (wanted > 0) {
           const draft_request<Rule, Sampler> below{request.committed, pending_, wanted, rule, ahead};
@@ -75,7 +82,7 @@ class chain_level {
         const auto emit = [&](token_id token, const distribution& law) -> result<bool> {
           if (auto pushed = block.push(token, law); !pushed) return pushed.error();
           pending_.push_back(token);
-          going = block.size() < request.wanted && (request.more == nullptr || request.more(request.context, rows.top_probability));
+          going = block.size() < goal && (request.more == nullptr || request.more(request.context, rows.top_probability));
           return going;
         };
         const auto judged = detail::judge(length, drafts, rows, rule, ahead, emit);

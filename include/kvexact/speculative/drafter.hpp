@@ -16,8 +16,9 @@
 
 namespace kvexact {
 
-/// What a verifier asks a drafter for: up to `wanted` tokens after `committed` and `pending`, where pending tokens are what the verifier
-/// has itself proposed to one above. `rule` is that of the asking round; `sampler` has read all these tokens and is copied to read drafts.
+/// What a verifier asks a drafter for: up to `wanted` tokens after `committed`, `pending` and the drafts that the block holds already,
+/// where pending tokens are what the verifier has itself proposed to one above. `rule` is that of the asking round; `sampler` has read the
+/// committed and pending tokens and is copied to read drafts.
 template <acceptance_rule Rule, token_sampler Sampler>
 struct draft_request {
   std::span<const token_id> committed;
@@ -36,11 +37,13 @@ struct draft_request {
 ///
 /// - `max_draft()`: the most tokens that it can propose, and take back.
 /// - `synchronise(committed)`: makes its own state that of the committed tokens, whatever has happened since: rejected drafts, a call that
-///   failed. Called before each round.
-/// - `propose(request, block)`: adds at most `wanted` tokens to an empty block with room for them, each with the distribution that it was
-///   really drawn from. Fewer, or none, is ordinary; when to end may depend on the tokens proposed so far, never on what would come next.
+///   failed. Called before each round, while the rows of the full cache can be read.
+/// - `propose(request, block)`: adds at most `wanted` tokens behind those that the block holds, which are its own of this round, each with
+///   the distribution that it was really drawn from; the block has room for them. Fewer, or none, is ordinary; when to end may depend on
+///   the tokens proposed so far, never on what would come next. The full cache may be elsewhere meanwhile.
 ///
-/// An error leaves a state that `synchronise` can mend, and cannot change which tokens are committed.
+/// An error leaves a state that `synchronise` can mend; tokens that were added before it are drafts like others. It cannot change which
+/// tokens are committed.
 template <class D, class Rule, class Sampler>
 concept drafter = std::movable<D> && requires(D& drafts, const D& seen, std::span<const token_id> committed,
                                               const draft_request<Rule, Sampler>& request, draft_block& block) {

@@ -30,8 +30,13 @@ class model_drafter {
   template <acceptance_rule Rule, token_sampler Sampler>
   [[nodiscard]] result<void> propose(const draft_request<Rule, Sampler>& request, draft_block& block) noexcept {
     try {
+      const std::span<const token_id> held = block.view().tokens;
       pending_.assign(request.pending.begin(), request.pending.end());
+      pending_.insert(pending_.end(), held.begin(), held.end());
       Sampler ahead = request.sampler;
+      for (const token_id token : held) {
+        if (auto read = ahead.commit(token); !read) return read;
+      }
       for (std::size_t i = 0; i < request.wanted; ++i) {
         const std::span<float> row = block.next_row();
         if (row.size() != model_.vocabulary())
@@ -40,7 +45,7 @@ class model_drafter {
         const double top = request.more == nullptr ? 1 : detail::top_probability(row);
         const auto next = ahead.next(row);
         if (!next) return next.error();
-        const token_id token = request.rule.draft(request.length() + i, next->target);
+        const token_id token = request.rule.draft(request.committed.size() + pending_.size(), next->target);
         if (auto pushed = block.push(token, next->target); !pushed) return pushed;
         if (request.more != nullptr && !request.more(request.context, top)) break;
         if (auto read = ahead.commit(token); !read) return read;

@@ -36,13 +36,14 @@ class ngram_drafter {
   [[nodiscard]] std::uint64_t max_draft() const noexcept { return std::numeric_limits<std::uint64_t>::max(); }
   [[nodiscard]] result<void> synchronise(std::span<const token_id>) noexcept { return {}; }
 
-  /// Errors: invalid_argument for a full block.
+  /// The place is found without the drafts that the block holds. Errors: invalid_argument for a full block.
   template <class Rule, class Sampler>
   [[nodiscard]] result<void> propose(const draft_request<Rule, Sampler>& request, draft_block& block) noexcept {
     const sequence tokens{request.committed, request.pending};
     const std::size_t follows = continuation(tokens);
     if (follows == tokens.size()) return {};
-    for (std::size_t i = follows; i < follows + request.wanted; ++i) {
+    const std::size_t first = follows + block.size();
+    for (std::size_t i = first; i < first + request.wanted; ++i) {
       const token_id token = i < tokens.size() ? tokens[i] : block.view().tokens[i - tokens.size()];
       if (auto pushed = block.push(token, distribution::point(token)); !pushed) return pushed;
       if (request.more != nullptr && !request.more(request.context, 1)) break;

@@ -36,7 +36,7 @@ struct scheduled_request {
   std::uint64_t full = 0;
   std::uint64_t draft = 0;
   std::uint64_t transfer = 0;
-  draft_lengths lengths;
+  draft_lengths lengths = {};
 };
 
 /// What an iteration does, in this order. A request is in at most one of `verify`, `draft` and `plain`, and in none while it waits.

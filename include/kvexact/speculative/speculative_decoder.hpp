@@ -26,21 +26,29 @@
 
 namespace kvexact {
 
-/// What a call of `speculative_decoder::round` did.
+/// What a round of a `speculative_decoder` did.
 struct round_report {
   std::span<const token_id> committed;  ///< the new tokens, at least one; valid until the next call
   std::size_t proposed = 0;
   std::size_t accepted = 0;
   stop_event stop;
   float smallest_gap = std::numeric_limits<float>::infinity();  ///< between the two largest logits, of the rows that were read
+  std::optional<error> draft_error;                             ///< of the drafter, where that ended the drafting of the round
 };
 
-/// Decodes one sequence: drafts, verifies the drafts in one pass over the full cache, and commits what decoding on the full cache alone would
-/// have given. `Drafter` and `Length` decide how fast that is; which tokens come out, `Engine`, `Rule` and the sampler alone.
+/// Decodes one sequence: drafts, verifies the drafts in one pass over the full cache, and commits what decoding on the full cache alone
+/// would have given. `Drafter` and `Length` decide how fast that is; which tokens come out, `Engine`, `Rule` and the sampler alone.
 ///
-/// A round is a transaction. On an error nothing has been committed, and the next call begins by bringing the caches back to the committed
-/// tokens, so it can simply be called again. Between rounds the engine has K and V rows, written by verification, for all committed tokens
-/// but the last.
+/// `round` does all of a round. Its phases can be called one by one where something is to happen between them, such as bringing a full
+/// cache from where it lives: `synchronise` brings engine and drafter to the committed tokens, `draft`, any number of times, adds drafts,
+/// `verify` runs them through the engine and commits. `draft` does not touch the engine's rows, `synchronise` and `verify` do.
+///
+/// Verification is a transaction. On an error nothing has been committed, the drafts stay, and the engine may hold rows of the pass, which
+/// the next call takes back; so it can simply be called again, or after `discard` without the drafts. Between rounds the engine has K and V
+/// rows, written by verification, for all committed tokens but the last.
+///
+/// An error of the drafter costs drafts, nothing else: the round goes on with those that it has, perhaps none, and the next one begins by
+/// mending the drafter's state.
 ///
 /// The engine outlives the decoder and stays where it is; nobody else changes it meanwhile.
 template <positional_decoder Engine, class Drafter, acceptance_rule Rule = greedy, draft_length_policy Length = fixed_draft_length,
@@ -80,9 +88,10 @@ class speculative_decoder {
     return made;
   }
 
-  /// Takes the prompt, at least one token; the engine may have rows for its beginning already (a prefix cache), which are believed. Runs all of
-  /// it but the last token. After an error it can be called again with the same prompt. Errors: invalid_argument (no tokens, rows for all of the
-  /// prompt or more, a sequence begun before), those of engine and drafter, out_of_memory.
+  /// Takes the prompt, at least one token; the engine may have rows for its beginning already (a prefix cache), which are believed. Runs
+  /// all of it but the last token, and gives its rows to the drafter; if that fails, the next `synchronise` does so. After an error it can
+  /// be called again with the same prompt. Errors: invalid_argument (no tokens, rows for all of the prompt or more, a sequence begun
+  /// before), those of the engine, out_of_memory.
   [[nodiscard]] result<void> begin(std::span<const token_id> prompt) noexcept {
     if (begun_) return error{error_code::invalid_argument, "the sequence has begun"};
     if (prompt.empty()) return error{error_code::invalid_argument, "a prompt has at least one token"};
@@ -96,8 +105,9 @@ class speculative_decoder {
     }
     const auto read = state_->sampler.read_prompt(prompt);
     if (!read) return read;
-    const auto done = synchronise();
+    const auto done = synchronise_engine();
     begun_ = static_cast<bool>(done);
+    if (begun_) (void)synchronise_drafter();
     return done;
   }
 
@@ -112,7 +122,7 @@ class speculative_decoder {
   /// `probe_fixed_width`. What it finds goes into `level()`. The engine needs room for twice the widest pass, and must be able to take it back.
   [[nodiscard]] result<row_probe> probe() noexcept {
     if (!begun_) return error{error_code::invalid_argument, "a probe needs the tokens of a prompt"};
-    const auto synchronised = synchronise();
+    const auto synchronised = synchronise_engine();
     if (!synchronised) return synchronised.error();
     // As many tokens as the widest pass, whatever the prompt's length.
     for (std::size_t i = 0; i < input_.size(); ++i) input_[i] = tokens_[i % tokens_.size()];
@@ -131,15 +141,86 @@ class speculative_decoder {
     return options_.fixed_width > 0 ? guarantee::replay : guarantee::row_invariant;
   }
 
-  /// One round: at least one more token. Errors: invalid_argument (not begun, ended), out_of_range (the engine's cache is full), those of
-  /// engine, drafter, sampler and rule (the token is the position), out_of_memory; then nothing has been committed.
+  /// One round from its beginning, with as many drafts as the policy wants: at least one more token. Drafts of a round that failed are
+  /// dropped. Errors: those of `verify`.
   [[nodiscard]] result<round_report> round() noexcept {
-    if (!begun_) return error{error_code::invalid_argument, "the sequence has not begun"};
-    if (stop_) return error{error_code::invalid_argument, "the sequence has ended"};
-    const auto synchronised = synchronise();
+    const auto ready = expect_going();
+    if (!ready) return ready.error();
+    discard();
+    const auto synchronised = synchronise_engine();
     if (!synchronised) return synchronised.error();
-    const auto drafted = draft();
-    if (!drafted) return drafted.error();
+    auto drafted = synchronise_drafter();
+    if (drafted) drafted = draft(length_.next(most_drafts()));
+    auto report = verify();
+    if (report && !drafted) report->draft_error = drafted.error();
+    return report;
+  }
+
+  /// Brings engine and drafter to the committed tokens. A drafter that has them already is left as it is. Errors: invalid_argument (not
+  /// begun), those of the engine and, after all is done for the engine, of the drafter.
+  [[nodiscard]] result<void> synchronise() noexcept {
+    if (!state_) return error{error_code::invalid_argument, "the sequence has not begun"};
+    const auto done = synchronise_engine();
+    if (!done) return done;
+    return synchronise_drafter();
+  }
+
+  /// The most drafts that the round can have, those of `drafted` included; 0 if the drafter is not synchronised.
+  [[nodiscard]] std::uint32_t most_drafts() const noexcept {
+    if (!state_ || !drafter_limit_) return 0;
+    const std::uint64_t length = state_->cache_length(), room = engine_->capacity() - std::min(engine_->capacity(), length);
+    // After an error the row of the newest token is taken back, too.
+    const std::uint64_t held =
+        std::min<std::uint64_t>({options_.longest_draft, *drafter_limit_, engine_->max_rollback() - 1, room == 0 ? 0 : room - 1});
+    return static_cast<std::uint32_t>(clamp_draft_length(held, options_.stops.remaining(state_->progress), held));
+  }
+  /// Drafts that wait for verification.
+  [[nodiscard]] std::size_t drafted() const noexcept { return block_.size(); }
+
+  /// Adds up to `wanted` drafts, fewer where the drafter, the policy or `most_drafts` ends the drafting of the round. Errors:
+  /// invalid_argument (not begun, ended, the drafter not synchronised), those of the drafter: then drafting has ended, with the drafts that
+  /// there are.
+  [[nodiscard]] result<void> draft(std::uint32_t wanted) noexcept {
+    const auto ready = expect_going();
+    if (!ready) return ready;
+    if (!drafter_limit_) return drafter_limit_.error();
+    const std::size_t before = block_.size(), most = std::max<std::size_t>(most_drafts(), before);
+    wanted = static_cast<std::uint32_t>(std::min<std::size_t>(wanted, most - before));
+    if (wanted == 0 || stopped_early_) return {};
+    const Rule rule = rule_.for_round(tokens_.size());
+    draft_request<Rule, Sampler> request{tokens_, {}, wanted, rule, state_->sampler};
+    if constexpr (stops_early<Length>) {
+      request.context = this;
+      request.more = [](void* context, double top_probability) {
+        auto& self = *static_cast<speculative_decoder*>(context);
+        self.stopped_early_ = self.length_.stop_early(top_probability);
+        return !self.stopped_early_;
+      };
+    }
+    auto done = drafter_.propose(request, block_);
+    const auto is_known = [&](token_id token) { return token < engine_->vocabulary(); };
+    if (block_.size() > before + wanted || !std::ranges::all_of(block_.view().tokens, is_known)) {
+      // The engine could not run them, however often it is asked.
+      block_.clear();
+      done = error{error_code::invalid_argument, "a drafter gave more tokens than were wanted, or one that is not in the vocabulary"};
+    }
+    if (!done) drafter_limit_ = done.error();
+    return done;
+  }
+  /// Drops the drafts.
+  void discard() noexcept {
+    block_.clear();
+    stopped_early_ = false;
+  }
+
+  /// Verifies the drafts, if there are none as plain decoding does, and commits: at least one more token. The drafter is not synchronised
+  /// then. Errors: invalid_argument (not begun, ended), out_of_range (the engine's cache is full), those of engine, sampler and rule (the
+  /// token is the position), out_of_memory.
+  [[nodiscard]] result<round_report> verify() noexcept {
+    const auto ready = expect_going();
+    if (!ready) return ready.error();
+    const auto synchronised = synchronise_engine();
+    if (!synchronised) return synchronised.error();
     const draft_view drafts = block_.view();
     try {
       const std::size_t needed = tokens_.size() + drafts.tokens.size() + 1;
@@ -147,8 +228,8 @@ class speculative_decoder {
     } catch (...) {
       return error{error_code::out_of_memory, "the tokens of a sequence"};
     }
-    const auto verified = verify(drafts);
-    if (!verified) return verified.error();
+    const auto run = run_engine(drafts);
+    if (!run) return run.error();
     auto settled = settle_round(*state_, drafts, logit_rows{std::span(logits_).first((drafts.tokens.size() + 1) * engine_->vocabulary()), engine_->vocabulary()},
                                 rule_, options_.stops, settled_);
     if (!settled) return settled.error();
@@ -158,26 +239,20 @@ class speculative_decoder {
     stop_ = settled->stop;
     tokens_.insert(tokens_.end(), settled_.begin(), settled_.begin() + static_cast<std::ptrdiff_t>(settled->committed));
     length_.observe({static_cast<std::uint32_t>(settled->proposed), static_cast<std::uint32_t>(settled->accepted), !settled->rejected});
+    discard();
+    drafter_limit_ = not_synchronised;
     (void)engine_->truncate(state_->cache_length());
     return round_report{std::span<const token_id>(tokens_).last(settled->committed), settled->proposed, settled->accepted, settled->stop,
-                        settled->smallest_gap};
+                        settled->smallest_gap, std::nullopt};
   }
 
-  /// Brings engine and drafter to the committed tokens, as each round does at its beginning; of use after an error, or to leave the drafter's
-  /// cache complete at the end.
-  [[nodiscard]] result<void> synchronise() noexcept {
+  /// Drops the drafts and all of the engine's rows, which the next `synchronise` or `verify` computes again from the committed tokens, in
+  /// one pass: the same bits where rows do not depend on the width. Errors: invalid_argument (not begun), those of the engine, which must
+  /// be able to take back so many.
+  [[nodiscard]] result<void> forget_rows() noexcept {
     if (!state_) return error{error_code::invalid_argument, "the sequence has not begun"};
-    const std::uint64_t goal = state_->cache_length();
-    if (engine_->length() > goal) {
-      const auto done = engine_->truncate(goal);
-      if (!done) return done;
-    }
-    if (engine_->length() < goal) {
-      const auto from = static_cast<std::size_t>(engine_->length());
-      const auto done = engine_->forward(std::span<const token_id>(tokens_).subspan(from, static_cast<std::size_t>(goal) - from), {});
-      if (!done) return done;
-    }
-    return drafter_.synchronise(tokens_);
+    discard();
+    return engine_->length() == 0 ? result<void>() : engine_->truncate(0);
   }
 
  private:
@@ -185,26 +260,29 @@ class speculative_decoder {
       : engine_(&engine), drafter_(std::move(drafts)), rule_(std::move(rule)), length_(std::move(length)), options_(std::move(chosen)),
         block_(std::move(block)) {}
 
-  [[nodiscard]] std::uint64_t room() const noexcept { return engine_->capacity() - std::min(engine_->capacity(), state_->cache_length()); }
+  static constexpr error not_synchronised{error_code::invalid_argument, "the drafter does not have the newest tokens yet: synchronise"};
 
-  [[nodiscard]] result<void> draft() noexcept {
-    // After an error the row of the newest token is taken back, too.
-    const std::uint64_t held = std::min<std::uint64_t>({options_.longest_draft, drafter_.max_draft(), engine_->max_rollback() - 1, room() == 0 ? 0 : room() - 1});
-    const std::uint64_t most = clamp_draft_length(held, options_.stops.remaining(state_->progress), held);
-    const std::uint32_t wanted = std::min(length_.next(static_cast<std::uint32_t>(most)), static_cast<std::uint32_t>(most));
-    block_.clear();
-    if (wanted == 0) return {};
-    const Rule rule = rule_.for_round(tokens_.size());
-    draft_request<Rule, Sampler> request{tokens_, {}, wanted, rule, state_->sampler};
-    if constexpr (stops_early<Length>) {
-      request.context = &length_;
-      request.more = [](void* policy, double top_probability) { return !static_cast<Length*>(policy)->stop_early(top_probability); };
-    }
-    return drafter_.propose(request, block_);
+  [[nodiscard]] result<void> expect_going() const noexcept {
+    if (!begun_) return error{error_code::invalid_argument, "the sequence has not begun"};
+    if (stop_) return error{error_code::invalid_argument, "the sequence has ended"};
+    return {};
+  }
+  [[nodiscard]] result<void> synchronise_engine() noexcept {
+    const std::uint64_t goal = state_->cache_length();
+    if (engine_->length() > goal) return engine_->truncate(goal);
+    if (engine_->length() == goal) return {};
+    const auto from = static_cast<std::size_t>(engine_->length());
+    return engine_->forward(std::span<const token_id>(tokens_).subspan(from, static_cast<std::size_t>(goal) - from), {});
+  }
+  [[nodiscard]] result<void> synchronise_drafter() noexcept {
+    if (drafter_limit_) return {};
+    const auto done = drafter_.synchronise(tokens_);
+    drafter_limit_ = done ? result<std::uint64_t>(drafter_.max_draft()) : done.error();
+    return done;
   }
 
   /// Runs the newest committed token and the drafts.
-  [[nodiscard]] result<void> verify(const draft_view& drafts) noexcept {
+  [[nodiscard]] result<void> run_engine(const draft_view& drafts) noexcept {
     const std::size_t rows = options_.fixed_width > 0 ? options_.fixed_width : drafts.tokens.size() + 1;
     std::fill(input_.begin(), input_.end(), options_.pad);
     input_[0] = tokens_.back();
@@ -224,6 +302,8 @@ class speculative_decoder {
   std::vector<token_id> tokens_;
   std::optional<request_state<Sampler>> state_;
   stop_event stop_;
+  result<std::uint64_t> drafter_limit_ = not_synchronised;  // drafts of a round; why it cannot draft
+  bool stopped_early_ = false;                              // the policy has ended the drafting of this round
   bool begun_ = false;
   bool invariant_ = false;
 };
