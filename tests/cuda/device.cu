@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Every kernel, and what they give on a device. Exits with 77, which CTest takes for skipped, where there is none.
+#include <algorithm>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <cstdio>
@@ -13,7 +15,9 @@
 #include <doctest/doctest.h>
 
 #include <kvexact/cuda/attend.cuh>
+#include <kvexact/cuda/cache_loader.cuh>
 #include <kvexact/cuda/quantise.cuh>
+#include <kvexact/speculative/cache_loader.hpp>
 
 #include "device_checks.hpp"
 
@@ -94,6 +98,31 @@ void check_lengths(const K& keys, const V& values) {
   for (const std::uint64_t tokens : {32, 96, 4096}) check_attention(device, keys.host, keys.format, values.host, values.format, tokens);
 }
 
+class pinned_bytes {
+ public:
+  explicit pinned_bytes(std::size_t size) : size_(size) { REQUIRE(cudaHostAlloc(&data_, size, cudaHostAllocDefault) == cudaSuccess); }
+  pinned_bytes(const pinned_bytes&) = delete;
+  pinned_bytes& operator=(const pinned_bytes&) = delete;
+  ~pinned_bytes() { cudaFreeHost(data_); }
+
+  std::byte* data() const { return data_; }
+  std::span<std::byte> span() const { return {data_, size_}; }
+
+ private:
+  std::byte* data_ = nullptr;
+  std::size_t size_;
+};
+
+/// Device memory for one full cache, the same for all requests.
+struct one_slot {
+  result<std::span<const cuda::cache_piece>> place(std::uint64_t) noexcept { return std::span<const cuda::cache_piece>(pieces); }
+  void free(std::uint64_t) noexcept { ++freed; }
+
+  std::vector<cuda::cache_piece> pieces;
+  int freed = 0;
+};
+static_assert(cuda::copy_runtime<cuda::cuda_runtime> && cache_loader<cuda::cache_loader<one_slot>>);
+
 }  // namespace
 
 TEST_CASE("device: the bits of the host's quantisers") {
@@ -131,6 +160,47 @@ TEST_CASE("device: nothing to do") {
   CHECK(cuda::dequantise(format, {}, 0, 2, strided_tensor<float>{}, nullptr));
 }
 
+TEST_CASE("device: a cache from pinned memory and back") {
+  using namespace std::chrono_literals;
+  constexpr std::uint32_t layers = 8;
+  constexpr std::size_t bytes = std::size_t{1} << 20;
+  const pinned_bytes host(2 * layers * bytes), read(2 * layers * bytes);
+  const device_array<std::byte> device(2 * layers * bytes);
+  for (std::size_t i = 0; i < host.span().size(); ++i) host.data()[i] = static_cast<std::byte>(i * 2654435761U >> 16);
+  one_slot slot;
+  for (std::uint32_t i = 0; i < 2 * layers; ++i) slot.pieces.push_back({i / 2, host.data() + i * bytes, device.data() + i * bytes, bytes});
+  auto loader = cuda::cache_loader<one_slot>::make(slot, 4 * bytes);
+  REQUIRE(loader);
+  cudaStream_t compute = nullptr;
+  REQUIRE(cudaStreamCreateWithFlags(&compute, cudaStreamNonBlocking) == cudaSuccess);
+
+  REQUIRE(loader->start(1, 1));
+  loader->release(1);
+  CHECK(slot.freed == 1);
+  REQUIRE(cudaMemset(device.data(), 0, 2 * layers * bytes) == cudaSuccess);
+  REQUIRE(loader->start(1, 2));
+  for (std::uint32_t layer = 0; layer < layers; ++layer) {
+    const std::size_t at = 2 * layer * bytes;
+    REQUIRE(loader->queue_wait(compute, 1, layer));
+    REQUIRE(cudaMemcpyAsync(read.data() + at, device.data() + at, 2 * bytes, cudaMemcpyDefault, compute) == cudaSuccess);
+  }
+  REQUIRE(cudaStreamSynchronize(compute) == cudaSuccess);
+  CHECK(std::ranges::equal(read.span(), host.span()));
+  CHECK(loader->wait(1, layers - 1, 0ns));
+  CHECK(*loader->left(1) == 0);
+
+  REQUIRE(cudaMemsetAsync(device.data(), 0x5a, bytes, compute) == cudaSuccess);
+  REQUIRE(loader->store(1, std::span(slot.pieces).first(1), compute));
+  CHECK(loader->stored(1, 10s));
+  CHECK(std::ranges::count(host.span().first(bytes), std::byte{0x5a}) == bytes);
+  loader->release(1);
+  REQUIRE(loader->start(1, 3));
+  CHECK(loader->wait(1, layers - 1, 10s));
+  device.copy_to(read.data());
+  CHECK(std::ranges::equal(read.span(), host.span()));
+  CHECK(cudaStreamDestroy(compute) == cudaSuccess);
+}
+
 int main(int argc, char** argv) {
   // What fails before a kernel runs needs no device.
   const auto format = symmetric_pair<4>(64, 32).format;
@@ -146,6 +216,9 @@ int main(int argc, char** argv) {
   if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) {
     const auto refused = cuda::quantise(format, rows, 1, 1, std::span(packed), nullptr);
     if (refused || refused.error().code != error_code::device_error) return 1;
+    one_slot slot;
+    const auto no_loader = cuda::cache_loader<one_slot>::make(slot, 0);
+    if (no_loader || no_loader.error().code != error_code::device_error) return 1;
     std::puts("skipped: no device");
     return 77;
   }
