@@ -50,6 +50,8 @@ struct round_report {
 /// An error of the drafter costs drafts, nothing else: the round goes on with those that it has, perhaps none, and the next one begins by
 /// mending the drafter's state.
 ///
+/// Where the engine cannot be cut behind the accepted drafts (`checkpointing_decoder`), it goes back to before the pass and runs them again.
+///
 /// The engine outlives the decoder and stays where it is; nobody else changes it meanwhile.
 template <positional_decoder Engine, class Drafter, acceptance_rule Rule = greedy, draft_length_policy Length = fixed_draft_length,
           token_sampler Sampler = standard_sampler, token_bytes Bytes = no_token_bytes>
@@ -67,12 +69,13 @@ class speculative_decoder {
     token_id pad = 0;
   };
 
-  /// Errors: invalid_argument (no vocabulary, a pad outside of it, an engine that cannot take back a pass), out_of_memory.
+  /// Errors: invalid_argument (no vocabulary, a pad outside of it, an engine that cannot take back a pass by any means), out_of_memory.
   [[nodiscard]] static result<speculative_decoder> make(Engine& engine, Drafter drafts, Rule rule, Length length, options chosen) noexcept {
     if (chosen.fixed_width > 0) chosen.longest_draft = std::min(chosen.longest_draft, chosen.fixed_width - 1);
     if (engine.vocabulary() == 0 || chosen.pad >= engine.vocabulary())
       return error{error_code::invalid_argument, "the pad of a fixed width is a token of the vocabulary"};
-    if (std::max(chosen.fixed_width, 1U) > engine.max_rollback())
+    // Not even with checkpoints if the width is fixed: tokens that run again would have another.
+    if (std::max(chosen.fixed_width, checkpointing_decoder<Engine> ? 0U : 1U) > engine.max_rollback())
       return error{error_code::invalid_argument, "the engine must be able to take back a pass, and at least one token"};
     auto block = draft_block::make(chosen.longest_draft, engine.vocabulary());
     if (!block) return block.error();
@@ -169,17 +172,17 @@ class speculative_decoder {
   [[nodiscard]] std::uint32_t most_drafts() const noexcept {
     if (!state_ || !drafter_limit_) return 0;
     const std::uint64_t length = state_->cache_length(), room = engine_->capacity() - std::min(engine_->capacity(), length);
+    std::uint64_t held = std::min<std::uint64_t>({options_.longest_draft, *drafter_limit_, room == 0 ? 0 : room - 1});
     // After an error the row of the newest token is taken back, too.
-    const std::uint64_t held =
-        std::min<std::uint64_t>({options_.longest_draft, *drafter_limit_, engine_->max_rollback() - 1, room == 0 ? 0 : room - 1});
+    if constexpr (!checkpointing_decoder<Engine>) held = std::min(held, engine_->max_rollback() - 1);
     return static_cast<std::uint32_t>(clamp_draft_length(held, options_.stops.remaining(state_->progress), held));
   }
   /// Drafts that wait for verification.
   [[nodiscard]] std::size_t drafted() const noexcept { return block_.size(); }
 
   /// Adds up to `wanted` drafts, fewer where the drafter, the policy or `most_drafts` ends the drafting of the round. Errors:
-  /// invalid_argument (not begun, ended, the drafter not synchronised), those of the drafter: then drafting has ended, with the drafts that
-  /// there are.
+  /// invalid_argument (not begun, ended, the drafter not synchronised), those of the engine's `reserve`, those of the drafter: then drafting
+  /// has ended, with the drafts that there are.
   [[nodiscard]] result<void> draft(std::uint32_t wanted) noexcept {
     const auto ready = expect_going();
     if (!ready) return ready;
@@ -187,6 +190,11 @@ class speculative_decoder {
     const std::size_t before = block_.size(), most = std::max<std::size_t>(most_drafts(), before);
     wanted = static_cast<std::uint32_t>(std::min<std::size_t>(wanted, most - before));
     if (wanted == 0 || stopped_early_) return {};
+    if constexpr (reserving_decoder<Engine>) {
+      // What could not be verified need not be drafted.
+      const std::size_t rows = std::max<std::size_t>(options_.fixed_width, before + wanted + 1);
+      if (const auto room = engine_->reserve(state_->cache_length() + rows); !room) return room;
+    }
     const Rule rule = rule_.for_round(tokens_.size());
     draft_request<Rule, Sampler> request{tokens_, {}, wanted, rule, state_->sampler};
     if constexpr (stops_early<Length>) {
@@ -241,7 +249,7 @@ class speculative_decoder {
     length_.observe({static_cast<std::uint32_t>(settled->proposed), static_cast<std::uint32_t>(settled->accepted), !settled->rejected});
     discard();
     drafter_limit_ = not_synchronised;
-    (void)engine_->truncate(state_->cache_length());
+    (void)synchronise_engine();
     return round_report{std::span<const token_id>(tokens_).last(settled->committed), settled->proposed, settled->accepted, settled->stop,
                         settled->smallest_gap, std::nullopt};
   }
@@ -269,10 +277,19 @@ class speculative_decoder {
   }
   [[nodiscard]] result<void> synchronise_engine() noexcept {
     const std::uint64_t goal = state_->cache_length();
-    if (engine_->length() > goal) return engine_->truncate(goal);
+    if (engine_->length() > goal) {
+      if (const auto done = take_back(goal); !done) return done;
+    }
     if (engine_->length() == goal) return {};
     const auto from = static_cast<std::size_t>(engine_->length());
     return engine_->forward(std::span<const token_id>(tokens_).subspan(from, static_cast<std::size_t>(goal) - from), {});
+  }
+  /// To `length`, or to before the last pass where the engine cannot be cut there.
+  [[nodiscard]] result<void> take_back(std::uint64_t length) noexcept {
+    if constexpr (checkpointing_decoder<Engine>) {
+      if (engine_->length() - length > engine_->max_rollback()) return engine_->restore();
+    }
+    return engine_->truncate(length);
   }
   [[nodiscard]] result<void> synchronise_drafter() noexcept {
     if (drafter_limit_) return {};
@@ -287,6 +304,11 @@ class speculative_decoder {
     std::fill(input_.begin(), input_.end(), options_.pad);
     input_[0] = tokens_.back();
     std::copy(drafts.tokens.begin(), drafts.tokens.end(), input_.begin() + 1);
+    if constexpr (checkpointing_decoder<Engine>) {
+      if (rows > engine_->max_rollback()) {
+        if (const auto done = engine_->checkpoint(); !done) return done;
+      }
+    }
     return engine_->forward(std::span<const token_id>(input_).first(rows), std::span(logits_).first(rows * engine_->vocabulary()));
   }
 
