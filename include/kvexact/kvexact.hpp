@@ -89,6 +89,13 @@
 #include <kvexact/prediction/map_session.hpp>
 #include <kvexact/prediction/predictor.hpp>
 #include <kvexact/prediction/quantised_matrix.hpp>
+#include <kvexact/remote/band_coder.hpp>
+#include <kvexact/remote/byte_channel.hpp>
+#include <kvexact/remote/draft_server.hpp>
+#include <kvexact/remote/message_link.hpp>
+#include <kvexact/remote/received_rows.hpp>
+#include <kvexact/remote/remote_drafter.hpp>
+#include <kvexact/remote/remote_protocol.hpp>
 #include <kvexact/residual/residual_model.hpp>
 #include <kvexact/residual/table_builder.hpp>
 #include <kvexact/residual/table_clusters.hpp>

@@ -18,13 +18,13 @@
 namespace kvexact {
 
 /// The target's own model on a compressed cache, as a `logit_model` (VeriCache, arXiv 2605.17613). `Cache` is a `draft_cache`, empty when it is
-/// handed over. The engine outlives this object and stays where it is.
+/// handed over. The engine, which has `vocabulary()` besides, outlives this object and stays where it is.
 ///
 /// Rows that drafting wrote were computed on lossy rows before them: `synchronise` takes them back, and takes the rows of the committed tokens
 /// from the target. Where the cache observes attention, such a token runs through the model once more, on the draft cache, for its attention
 /// alone.
 template <readable_cache Engine, class Cache>
-  requires positional_decoder<Engine> && token_stepper<Engine, Cache>
+  requires token_stepper<Engine, Cache>
 class compressed_model {
  public:
   compressed_model(Engine& target, Cache cache) noexcept : target_(&target), cache_(std::move(cache)) {}
