@@ -60,6 +60,12 @@ class throttled_link {
     const std::lock_guard lock(mutex_);
     caches_[request] = &cache;
   }
+  /// Releases its memory and forgets it.
+  void remove(std::uint64_t request) noexcept {
+    release(request);
+    const std::lock_guard lock(mutex_);
+    caches_.erase(request);
+  }
   [[nodiscard]] traffic moved() const {
     const std::lock_guard lock(mutex_);
     return moved_;

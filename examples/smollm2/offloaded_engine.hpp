@@ -72,7 +72,7 @@ class offloaded_engine final : public linked_cache {
     }
     link.add(request, *this);
   }
-  ~offloaded_engine() override { link_->release(request_); }
+  ~offloaded_engine() override { link_->remove(request_); }
 
   [[nodiscard]] std::uint32_t vocabulary() const noexcept { return static_cast<std::uint32_t>(model_->shape().vocabulary); }
   [[nodiscard]] const cache_shape& shape() const noexcept { return shape_; }

@@ -30,7 +30,7 @@ class sequence_batch {
   void leave() noexcept {
     const std::lock_guard lock(mutex_);
     --members_;
-    if (!asked_.empty() && asked_.size() == members_) run_all();
+    if (!asked_.empty() && asked_.size() >= members_) run_all();
   }
 
   /// As `engine::forward`, then the logits of the last of the part's rows, [rows, vocabulary]; none if empty.
@@ -43,7 +43,7 @@ class sequence_batch {
       part.outcome = failure{error_code::out_of_memory, {}};
       return;
     }
-    if (asked_.size() == members_) {
+    if (asked_.size() >= members_) {
       run_all();
     } else {
       made_.wait(lock, [&] { return ready; });

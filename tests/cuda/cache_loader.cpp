@@ -53,6 +53,7 @@ class two_slots {
     return std::span<const cuda::cache_piece>(made);
   }
   void free(std::uint64_t request) noexcept {
+    if (!holds(request)) return;
     slot_of(request).fill(unused);
     *std::ranges::find(holders, request) = 0;
   }
@@ -218,6 +219,14 @@ TEST_CASE("cache_loader: a load that is there is released without a wait") {
   with.loader->release(1);
   CHECK(!with.slots.holds(1));
   CHECK(*with.loader->left(2) == cache_bytes);
+}
+
+TEST_CASE("cache_loader: memory of a cache that was computed there is freed, too") {
+  loading with(all_at_once);
+  REQUIRE(with.slots.place(1));
+  with.loader->release(1);
+  CHECK(with.slots.all_free());
+  with.loader->release(1);
 }
 
 TEST_CASE("cache_loader: a new attempt takes the place of the one before") {

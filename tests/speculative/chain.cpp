@@ -120,6 +120,25 @@ TEST_CASE("chain_level and model_drafter: tokens asked for one at a time") {
   }
 }
 
+TEST_CASE("chain_level and model_drafter: no more is wanted of tokens asked for one at a time either") {
+  struct counter {
+    int left;
+    static bool more(void* context, double) { return --static_cast<counter*>(context)->left > 0; }
+  };
+  const standard_sampler sampler = sampler_of({.temperature = 0});
+  const greedy rule;
+  const auto check = [&](auto drafter) {
+    draft_block block = block_of(5);
+    counter stop{3};
+    for (int i = 0; i < 5 && stop.left > 0; ++i)
+      REQUIRE(drafter.propose(draft_request<greedy, standard_sampler>{committed, {}, 1, rule, sampler, &counter::more, &stop}, block));
+    CHECK(block.size() == 3);
+    CHECK(stop.left == 0);
+  };
+  check(chain_of(2));
+  check(model_drafter(middle));
+}
+
 TEST_CASE("chain_level and model_drafter: end where no more is wanted, and never exceed what is") {
   struct counter {
     int left;

@@ -173,6 +173,51 @@ TEST_CASE("offloaded_batch: a link that dies, and full caches are computed again
   }
 }
 
+TEST_CASE("offloaded_batch: a prompt of one token, whose cache is empty") {
+  for (const std::uint64_t dead_after : {0ULL, 20ULL, ~0ULL}) {
+    CAPTURE(dead_after);
+    several all(3, {.shortest_prompt = 1});
+    auto of = all.made_batch();
+    all.submit_all(of);
+    all.faults = {};
+    all.link.dead_after = dead_after;
+    CHECK((all.run(of).empty() == (dead_after > 20)));
+    all.check_all();
+  }
+}
+
+TEST_CASE("offloaded_batch: a sequence that cannot go on leaves, and stops no other") {
+  several all(2, {.slots = 1, .new_tokens = 30, .small = 1});
+  auto of = all.made_batch();
+  all.submit_all(of);
+  std::vector<std::uint64_t> left;
+  for (int i = 0; of.size() > 0; ++i) {
+    REQUIRE(i < 2000);
+    for (const batch_event& each : of.iterate()) {
+      if (!each.left) continue;
+      left.push_back(each.id);
+      CHECK(each.failure.has_value() == (each.id == 1));
+    }
+  }
+  CHECK(left.size() == 2);
+  CHECK(std::ranges::equal(all.sequences[0].decoding->tokens(), all.sequences[0].expected));
+  CHECK(all.sequences[1].decoding->tokens().size() == 21);
+  CHECK(all.memory.free == 1);
+}
+
+TEST_CASE("offloaded_batch: takes no sequence that has not begun") {
+  several all(2, {});
+  auto of = all.made_batch();
+  offloaded_sequence& here = all.sequences[0];
+  all.faults = {.calls = 0, .failing = 1};
+  offloaded_toy engine({.capacity = 56, .faults = &all.faults}, all.memory, [](std::uint32_t) { return result<void>(); });
+  auto failed = *decoder::make(engine, lookup(engine), {}, fixed_draft_length(2), {.sampler = *standard_sampler::make({.temperature = 0})});
+  REQUIRE_FALSE(failed.begin(std::span(here.expected).first(8)));
+  CHECK(of.submit(failed, {.id = 7, .full = 10, .draft = 1, .transfer = 10}).error().code == error_code::invalid_argument);
+  CHECK(failed.synchronise().error().code == error_code::invalid_argument);
+  CHECK(failed.forget_rows().error().code == error_code::invalid_argument);
+}
+
 TEST_CASE("offloaded_batch: loads that stand still are started again, or done without") {
   for (const bool always : {false, true}) {
     CAPTURE(always);
@@ -180,8 +225,11 @@ TEST_CASE("offloaded_batch: loads that stand still are started again, or done wi
     auto of = all.made_batch();
     all.submit_all(of);
     std::uint64_t stalled = 0;
+    std::vector<std::uint32_t> attempts;
     all.link.stalls = [&](std::uint64_t request, std::uint32_t attempt) {
-      const bool here = request == 1 && (always || attempt % 2 == 1);
+      if (request != 1) return false;
+      if (attempts.empty() || attempts.back() != attempt) attempts.push_back(attempt);
+      const bool here = always || attempts.size() % 2 == 1;
       stalled += here ? 1 : 0;
       return here;
     };

@@ -60,6 +60,8 @@ struct offload_setting {
   double loads_per_iteration = 0.4;
   std::uint32_t patience = 8;
   std::vector<token_id> ends = {};
+  std::size_t shortest_prompt = 8;
+  std::uint64_t small = ~std::uint64_t{0};  // this sequence's engine has room for 20 tokens
   any_drafter<greedy> (*drafts)(offloaded_toy&) = self;
 };
 
@@ -86,7 +88,7 @@ struct offloaded_sequences {
     const auto seed = static_cast<std::uint32_t>(id + 1);
     const stop_conditions<> stops{.end_tokens = chosen.ends, .max_new_tokens = chosen.new_tokens};
     offloaded_sequence made{id, {}, std::make_unique<toy_engine>(toy_engine::options{.seed = seed}), nullptr, nullptr};
-    for (std::size_t i = 0; i < 8 + 3 * (id % 3); ++i) made.expected.push_back(static_cast<token_id>((i * i + id) % 12));
+    for (std::size_t i = 0; i < chosen.shortest_prompt + 3 * (id % 3); ++i) made.expected.push_back(static_cast<token_id>((i * i + id) % 12));
     const auto prompt = made.expected;
     REQUIRE(made.reference->forward(std::span(prompt).first(prompt.size() - 1), {}));
     std::vector<float> logits(12);
@@ -97,7 +99,7 @@ struct offloaded_sequences {
               std::ranges::find(chosen.ends, made.expected.back()) == chosen.ends.end();
     }
     const auto wait = [this, id](std::uint32_t layer) { return link.wait(id, layer, Link::patience); };
-    made.engine = std::make_unique<offloaded_toy>(toy_engine::options{.capacity = 56, .seed = seed, .faults = &faults}, memory, wait);
+    made.engine = std::make_unique<offloaded_toy>(toy_engine::options{.capacity = id == chosen.small ? 20U : 56U, .seed = seed, .faults = &faults}, memory, wait);
     made.decoding =
         std::make_unique<decoder>(*decoder::make(*made.engine, chosen.drafts(*made.engine), {}, fixed_draft_length(chosen.draft_length),
                                                  {.sampler = sampler, .stops = stops, .longest_draft = 6}));

@@ -327,11 +327,11 @@ TEST_CASE("schedule: a load that waits behind one that moves is not given up") {
     for (const auto& each : plan.verify) {
       verified.push_back(each.id);
       left[each.id] = 0;
-      schedule.load_progress(each.id, 1, 0);
+      schedule.load_progress(each.id, static_cast<std::uint32_t>(each.id), 0);
       CHECK(schedule.remove(each.id));
     }
     const std::uint64_t id = left[1] > 0 ? 1 : 2;
-    if (i > 0 && i % 3 == 0 && left[id] > 0) schedule.load_progress(id, 1, --left[id]);
+    if (i > 0 && i % 3 == 0 && left[id] > 0) schedule.load_progress(id, static_cast<std::uint32_t>(id), --left[id]);
     schedule.end_iteration();
   }
   CHECK(verified == std::vector<std::uint64_t>{1, 2});
@@ -355,4 +355,32 @@ TEST_CASE("schedule: with room enough, a full cache that is wanted next is kept,
     CHECK(verified == 1);
     CHECK(plain >= 18);
   }
+}
+
+TEST_CASE("schedule: with nothing to plan ahead, no more full caches are kept than there is memory for") {
+  auto schedule = *offload_schedule::make({.link = 100, .transient = 100, .resident = 10, .horizon = 1, .max_requests = 4});
+  for (const std::uint64_t id : {1U, 2U}) REQUIRE(schedule.submit({id, 100, 1, 100, {0, 0}}));
+  for (int i = 0; i < 6; ++i) {
+    const iteration_plan plan = schedule.begin_iteration();
+    for (const auto& each : plan.start) schedule.load_progress(each.id, each.attempt, 0);
+    CHECK(plan.verify.size() + plan.plain.size() <= 1);
+    for (const auto& each : plan.verify) REQUIRE(schedule.settle(each.id, {0, 0}));
+    for (const auto& each : plan.plain) REQUIRE(schedule.settle(each.id, {0, 0}));
+    CHECK(!(schedule.keeps(1) && schedule.keeps(2)));
+    schedule.end_iteration();
+  }
+  for (const std::uint64_t id : {1U, 2U}) REQUIRE(schedule.remove(id));
+  CHECK(schedule.memory().reserved(schedule.memory().begin()) == 0);
+}
+
+TEST_CASE("schedule: no two loads have the same name, not even of a request that comes again") {
+  auto schedule = *offload_schedule::make({.link = 100, .transient = 1000, .resident = 10, .horizon = 8, .max_requests = 4});
+  std::set<std::uint32_t> names;
+  for (int i = 0; i < 3; ++i) {
+    REQUIRE(schedule.submit({7, 100, 1, 300, {0, 0}}));
+    for (const auto& each : schedule.begin_iteration().start) CHECK(names.insert(each.attempt).second);
+    schedule.end_iteration();
+    REQUIRE(schedule.remove(7));
+  }
+  CHECK(names.size() == 3);
 }

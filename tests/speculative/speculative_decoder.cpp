@@ -373,6 +373,52 @@ TEST_CASE("speculative_decoder: drafts that no engine can run") {
   }
 }
 
+TEST_CASE("speculative_decoder: drafts that their own law cannot give") {
+  struct outlaw {
+    std::vector<float> law = std::vector<float>(12, 1.0F);
+    [[nodiscard]] std::uint64_t max_draft() const noexcept { return 8; }
+    result<void> synchronise(std::span<const token_id>) noexcept { return {}; }
+    result<void> propose(const draft_request<speculative_sampling, standard_sampler>&, draft_block& block) noexcept {
+      law[5] = 0;
+      return block.push(5, *distribution::dense(law));
+    }
+  };
+  toy_engine full({.seed = 5});
+  auto decoder = decoder_on<speculative_sampling>(full, outlaw(), speculative_sampling(1), test_length::always(3),
+                                                  {.sampler = sampler_of(1), .stops = {.max_new_tokens = 10}});
+  REQUIRE(decoder.begin(prompt));
+  while (!decoder.stop()) {
+    const auto report = decoder.round();
+    REQUIRE(report);
+    CHECK(report->proposed == 0);
+  }
+  CHECK(decoder.tokens().size() == prompt.size() + 10);
+}
+
+TEST_CASE("speculative_decoder: nothing to generate, and prompts of unknown tokens") {
+  toy_engine full({.seed = 5});
+  const auto begun = [&](const stop_conditions<>& stops) {
+    full = toy_engine({.seed = 5});
+    auto decoder = decoder_on<greedy>(full, *ngram_drafter::make({}), {}, test_length::always(3), {.sampler = sampler_of(0), .stops = stops});
+    REQUIRE(decoder.begin(prompt));
+    CHECK(decoder.round().error().code == error_code::invalid_argument);
+    return decoder.stop().reason;
+  };
+  CHECK(begun({.max_new_tokens = 0}) == stop_reason::max_new_tokens);
+  CHECK(begun({.context_length = prompt.size()}) == stop_reason::context_full);
+  full = toy_engine({.seed = 5});
+  auto decoder = decoder_on<greedy>(full, *ngram_drafter::make({}), {}, test_length::always(3), {.sampler = sampler_of(0)});
+  for (const std::size_t at : {std::size_t{0}, prompt.size() - 1}) {
+    auto unknown = prompt;
+    unknown[at] = 12;
+    const auto refused = decoder.begin(unknown);
+    REQUIRE_FALSE(refused);
+    CHECK(refused.error().token == static_cast<std::int64_t>(at));
+  }
+  CHECK(full.length() == 0);
+  CHECK(decoder.begin(prompt));
+}
+
 TEST_CASE("speculative_decoder: a round in its phases") {
   toy_engine reference({.seed = 3});
   const auto expected = plain(reference, greedy(), sampler_of(0), 40);
@@ -469,6 +515,16 @@ TEST_CASE("speculative_decoder: guarantee levels, and what they are for") {
     CHECK(decode(0, 6, a) == decode(5, 6, b));
     CHECK(have_same_rows(a, b));
   }
+}
+
+TEST_CASE("speculative_decoder: a cache that is computed again ends replay at a fixed width") {
+  toy_engine full({.width_dependent = true});
+  auto decoder = decoder_on<greedy>(full, *ngram_drafter::make({}), {}, test_length::always(3), {.sampler = sampler_of(0), .fixed_width = 4});
+  REQUIRE(decoder.begin(prompt));
+  REQUIRE(decoder.probe());
+  CHECK(decoder.level() == guarantee::replay);
+  REQUIRE(decoder.forget_rows());
+  CHECK(decoder.level() == guarantee::path);
 }
 
 TEST_CASE("speculative_decoder: a short prompt is no excuse for a probe") {

@@ -31,7 +31,7 @@ struct cache_piece {
 ///
 /// - `place(request)`: finds device memory for the request's full cache. The pieces to load, layer by layer from the first; they and their
 ///   bytes in host memory stay as they are until `free`. Whatever else used the device memory is done with it.
-/// - `free(request)`: the loader does not use that memory any more; called once for each `place` that succeeded.
+/// - `free(request)`: the loader does not use the request's memory any more; nothing where the request has none.
 template <class P>
 concept cache_placement = requires(P& placement, std::uint64_t request) {
   { placement.place(request) } noexcept -> std::same_as<result<std::span<const cache_piece>>>;
@@ -123,7 +123,8 @@ class basic_cache_loader {
   /// Kernels that read the memory must be done, as they are when the host has the tokens that they gave. If the runtime fails to tell that
   /// copies are done, the memory is not given back; `release` and `start` ask again.
   void release(std::uint64_t request) noexcept {
-    (void)give_up(request);
+    const bool is_loaded = find(request) != nullptr;
+    if (give_up(request) && !is_loaded) placement_->free(request);  // a cache that was computed there
     advance();
   }
 

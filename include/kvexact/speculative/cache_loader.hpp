@@ -17,8 +17,8 @@ namespace kvexact {
 /// - `wait(request, layer, limit)`: returns when the rows of the layer can be read, at once if they can already. Errors: timed_out after
 ///   `limit` (the load goes on), what made the load fail, out_of_range (no load).
 /// - `left(request)`: bytes that are still to come; 0: all are there. Errors: what made the load fail, out_of_range (no load).
-/// - `release(request)`: gives the load up if it is under way; when it returns, nothing writes to its memory any more and the memory is free.
-///   Without a load it does nothing.
+/// - `release(request)`: gives the load up if it is under way, and frees the request's memory, also where it holds a cache that was computed
+///   there; when it returns, nothing writes to that memory any more. If there is none it does nothing.
 ///
 /// After an error of `start` there is no load. One that has failed later stays until it is released.
 template <class L>

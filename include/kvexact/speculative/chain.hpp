@@ -82,7 +82,7 @@ class chain_level {
         const auto emit = [&](token_id token, const distribution& law) -> result<bool> {
           if (auto pushed = block.push(token, law); !pushed) return pushed.error();
           pending_.push_back(token);
-          going = block.size() < goal && (request.more == nullptr || request.more(request.context, rows.top_probability));
+          going = (request.more == nullptr || request.more(request.context, rows.top_probability)) && block.size() < goal;
           return going;
         };
         const auto judged = detail::judge(length, drafts, rows, rule, ahead, emit);

@@ -19,8 +19,10 @@ namespace kvexact {
 /// What happened to a sequence in an iteration.
 struct batch_event {
   std::uint64_t id = 0;
-  std::optional<round_report> round;  ///< that it has committed; if that has a stop, the sequence has left the batch
-  std::optional<error> failure;       ///< of a load, the drafter or a verification, which is tried again or done without
+  // One of both.
+  std::optional<round_report> round = {};  ///< that it has committed
+  std::optional<error> failure = {};       ///< of a load, the drafter or a verification, which is tried again or done without
+  bool left = false;                       ///< the sequence has left the batch: it has ended, or could not go on
 };
 
 /// Decodes many sequences whose full caches live elsewhere and are brought to the engine only to be verified: does what an
@@ -39,7 +41,10 @@ struct batch_event {
 /// - `truncate(0)`, where no load is under way, is a full cache that could not be loaded: `forward` computes it again and waits for
 ///   nothing, and `loader.release` frees its memory like that of a load.
 ///
-/// An error that does not go away (an engine whose cache is full) comes back in each iteration, until `cancel`.
+/// A sequence whose plain steps fail more than `retries` times in a row (the engine's cache is full, or cannot be computed again since
+/// `max_rollback` is too small) leaves the batch, with the tokens that it has; it could be submitted again.
+///
+/// Engines whose rows depend on the width (D4) may have other rows, and then tokens, where a full cache is computed again.
 template <class Decoder, cache_loader Loader>
 class offloaded_batch {
  public:
@@ -47,7 +52,7 @@ class offloaded_batch {
   [[nodiscard]] static result<offloaded_batch> make(Loader& loader, const schedule_options& options) noexcept {
     auto schedule = offload_schedule::make(options);
     if (!schedule) return schedule.error();
-    offloaded_batch made(loader, *std::move(schedule));
+    offloaded_batch made(loader, *std::move(schedule), options.retries);
     try {
       made.sequences_.reserve(options.max_requests);
       made.events_.reserve(4 * std::size_t{options.max_requests});
@@ -73,7 +78,7 @@ class offloaded_batch {
       return error{error_code::invalid_argument, "a sequence that has not begun, or has ended"};
     request.lengths = next_lengths(decoder);
     const auto done = schedule_.submit(request);
-    if (done) sequences_.push_back({request.id, &decoder, {}});
+    if (done) sequences_.push_back({request.id, &decoder});
     return done;
   }
   /// Between rounds; the decoder has the tokens committed so far. Errors: out_of_range (no such sequence).
@@ -103,7 +108,7 @@ class offloaded_batch {
     for (const auto& each : plan.plain) {
       sequence& of = *find(each.id);
       const auto ready = each.recompute ? of.decoder->forget_rows() : result<void>();
-      if (const auto done = ready ? verify(of) : ready; !done) note_failure(of, done.error());
+      if (const auto done = ready ? verify(of) : ready; !done) fail_plain(of, done.error());
     }
     for (const auto& each : plan.verify) {
       sequence& of = *find(each.id);
@@ -115,7 +120,7 @@ class offloaded_batch {
     }
     is_idle_ = plan.draft.empty() && plan.plain.empty() && plan.verify.empty();
     schedule_.end_iteration();
-    std::erase_if(sequences_, [](const sequence& each) { return static_cast<bool>(each.decoder->stop()); });
+    std::erase_if(sequences_, [](const sequence& each) { return each.has_left; });
     return events_;
   }
 
@@ -129,10 +134,13 @@ class offloaded_batch {
   struct sequence {
     std::uint64_t id;
     Decoder* decoder;
-    std::optional<std::uint32_t> load;  // the attempt whose rows are on the device or come there
+    std::optional<std::uint32_t> load = {};  // the attempt whose rows are on the device or come there
+    std::uint32_t failed_steps = 0;          // plain ones, in a row
+    bool has_left = false;
   };
 
-  offloaded_batch(Loader& loader, offload_schedule schedule) noexcept : loader_(&loader), schedule_(std::move(schedule)) {}
+  offloaded_batch(Loader& loader, offload_schedule schedule, std::uint32_t retries) noexcept
+      : loader_(&loader), schedule_(std::move(schedule)), retries_(retries) {}
 
   [[nodiscard]] sequence* find(std::uint64_t id) noexcept {
     const auto found = std::ranges::find(sequences_, id, &sequence::id);
@@ -142,10 +150,20 @@ class offloaded_batch {
     const std::uint32_t most = decoder.most_drafts(), wanted = std::min(most, decoder.length_policy().next(most));
     return {wanted, std::min(most, wanted + wanted / 2)};
   }
-  void note_failure(const sequence& of, const error& failure) noexcept { events_.push_back({of.id, {}, failure}); }
+  void note_failure(const sequence& of, const error& failure) noexcept { events_.push_back({.id = of.id, .failure = failure}); }
   void release(sequence& of) noexcept {
     loader_->release(of.id);
     of.load.reset();
+  }
+  void leave(sequence& of) noexcept {
+    (void)schedule_.remove(of.id);
+    release(of);
+    of.has_left = true;
+    events_.back().left = true;
+  }
+  void fail_plain(sequence& of, const error& failure) noexcept {
+    note_failure(of, failure);
+    if (of.failed_steps++ == retries_) leave(of);
   }
   void fail_load(sequence& of, std::uint32_t attempt, const error& failure) noexcept {
     release(of);
@@ -168,16 +186,16 @@ class offloaded_batch {
     const std::size_t before = of.decoder->drafted();
     const auto done = of.decoder->draft(1);
     if (!done) note_failure(of, done.error());
-    if (of.decoder->drafted() <= before) schedule_.stop_drafting(of.id);
+    if (!done || of.decoder->drafted() <= before) schedule_.stop_drafting(of.id);
   }
   /// With the full cache, which leaves the device afterwards unless it is to stay.
   [[nodiscard]] result<void> verify(sequence& of) noexcept {
     const auto report = of.decoder->verify();
     if (!report) return report.error();
-    events_.push_back({of.id, *report, {}});
+    events_.push_back({.id = of.id, .round = *report});
+    of.failed_steps = 0;
     if (report->stop) {
-      (void)schedule_.remove(of.id);
-      release(of);
+      leave(of);
       return {};
     }
     if (const auto synchronised = of.decoder->synchronise(); !synchronised) note_failure(of, synchronised.error());
@@ -189,6 +207,7 @@ class offloaded_batch {
 
   Loader* loader_;
   offload_schedule schedule_;
+  std::uint32_t retries_;
   std::vector<sequence> sequences_;
   std::vector<batch_event> events_;
   bool is_idle_ = false;

@@ -39,11 +39,11 @@ struct scheduled_request {
   draft_lengths lengths = {};
 };
 
-/// What an iteration does, in this order. A request is in at most one of `verify`, `draft` and `plain`, and in none while it waits.
+/// What an iteration does. A request is in at most one of `verify`, `draft` and `plain`, and in none while it waits.
 struct iteration_plan {
   struct load {
     std::uint64_t id;
-    std::uint32_t attempt;  ///< names the load in events; loads are served in the order in which they are started
+    std::uint32_t attempt;  ///< names the load in events, and is no other load's; loads are served in the order in which they are started
   };
   struct verification {
     std::uint64_t id;
@@ -156,7 +156,7 @@ class offload_schedule {
     if (of->state == phase::verifying) {
       if (keep) {
         of->first = memory_.hold(of->request.full);
-        keep = of->first <= next_slot();
+        keep = of->first != memory_.end() && of->first <= next_slot();
         if (!keep && of->first != memory_.end()) memory_.end_hold(of->first, of->first, of->request.full);
       }
     } else if (!keep) {
@@ -308,7 +308,8 @@ class offload_schedule {
       of.load = transfer::running;
       of.left = of.request.transfer;
       of.order = ++started_;
-      start_.push_back({of.request.id, ++of.attempt});
+      of.attempt = static_cast<std::uint32_t>(of.order);
+      start_.push_back({of.request.id, of.attempt});
     }
     if (of.load == transfer::running && now >= of.last && of.left <= link_.capacity()) {
       of.state = phase::verifying;

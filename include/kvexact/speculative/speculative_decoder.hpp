@@ -28,7 +28,7 @@ namespace kvexact {
 
 /// What a round of a `speculative_decoder` did.
 struct round_report {
-  std::span<const token_id> committed;  ///< the new tokens, at least one; valid until the next call
+  std::span<const token_id> committed;  ///< the new tokens, at least one; valid until the next `verify` or `round`
   std::size_t proposed = 0;
   std::size_t accepted = 0;
   stop_event stop;
@@ -41,7 +41,8 @@ struct round_report {
 ///
 /// `round` does all of a round. Its phases can be called one by one where something is to happen between them, such as bringing a full
 /// cache from where it lives: `synchronise` brings engine and drafter to the committed tokens, `draft`, any number of times, adds drafts,
-/// `verify` runs them through the engine and commits. `draft` does not touch the engine's rows, `synchronise` and `verify` do.
+/// `verify` runs them through the engine and commits. `draft` does not touch the engine's rows, `synchronise` and `verify` do. Policies are
+/// asked with `length_policy().next(most_drafts())`, once a round, before the first drafts.
 ///
 /// Verification is a transaction. On an error nothing has been committed, the drafts stay, and the engine may hold rows of the pass, which
 /// the next call takes back; so it can simply be called again, or after `discard` without the drafts. Between rounds the engine has K and V
@@ -50,7 +51,8 @@ struct round_report {
 /// An error of the drafter costs drafts, nothing else: the round goes on with those that it has, perhaps none, and the next one begins by
 /// mending the drafter's state.
 ///
-/// Where the engine cannot be cut behind the accepted drafts (`checkpointing_decoder`), it goes back to before the pass and runs them again.
+/// Where the engine cannot be cut behind the accepted drafts (`checkpointing_decoder`), it goes back to before the pass and runs them
+/// again.
 ///
 /// The engine outlives the decoder and stays where it is; nobody else changes it meanwhile.
 template <positional_decoder Engine, class Drafter, acceptance_rule Rule = greedy, draft_length_policy Length = fixed_draft_length,
@@ -100,18 +102,28 @@ class speculative_decoder {
     if (prompt.empty()) return error{error_code::invalid_argument, "a prompt has at least one token"};
     if (engine_->length() >= prompt.size())
       return error{error_code::invalid_argument, "the engine has rows for more than the prompt"};
+    for (std::size_t i = 0; i < prompt.size(); ++i) {
+      if (prompt[i] >= engine_->vocabulary())
+        return error{error_code::invalid_argument, "a token of the prompt is not in the vocabulary"}.at_token(static_cast<std::int64_t>(i));
+    }
     try {
       tokens_.assign(prompt.begin(), prompt.end());
       state_.emplace(request_state<Sampler>{options_.sampler, {.length = prompt.size()}});
     } catch (...) {
       return error{error_code::out_of_memory, "the tokens of a prompt"};
     }
-    const auto read = state_->sampler.read_prompt(prompt);
-    if (!read) return read;
-    const auto done = synchronise_engine();
-    begun_ = static_cast<bool>(done);
-    if (begun_) (void)synchronise_drafter();
-    return done;
+    auto done = state_->sampler.read_prompt(prompt);
+    if (done) done = synchronise_engine();
+    if (!done) {
+      state_.reset();
+      tokens_.clear();
+      return done;
+    }
+    begun_ = true;
+    if (options_.stops.remaining(state_->progress) == 0)
+      stop_.reason = options_.stops.max_new_tokens == 0 ? stop_reason::max_new_tokens : stop_reason::context_full;
+    (void)synchronise_drafter();
+    return {};
   }
 
   /// All committed tokens, the prompt included.
@@ -181,8 +193,8 @@ class speculative_decoder {
   [[nodiscard]] std::size_t drafted() const noexcept { return block_.size(); }
 
   /// Adds up to `wanted` drafts, fewer where the drafter, the policy or `most_drafts` ends the drafting of the round. Errors:
-  /// invalid_argument (not begun, ended, the drafter not synchronised), those of the engine's `reserve`, those of the drafter: then drafting
-  /// has ended, with the drafts that there are.
+  /// invalid_argument (not begun, ended, the drafter not synchronised), those of the engine's `reserve`, and those of the drafter; after
+  /// the last, drafting has ended, with the drafts that there are.
   [[nodiscard]] result<void> draft(std::uint32_t wanted) noexcept {
     const auto ready = expect_going();
     if (!ready) return ready;
@@ -206,11 +218,10 @@ class speculative_decoder {
       };
     }
     auto done = drafter_.propose(request, block_);
-    const auto is_known = [&](token_id token) { return token < engine_->vocabulary(); };
-    if (block_.size() > before + wanted || !std::ranges::all_of(block_.view().tokens, is_known)) {
-      // The engine could not run them, however often it is asked.
+    if (block_.size() > before + wanted || !can_be_verified(block_.view())) {
+      // They could not be verified, however often that is tried.
       block_.clear();
-      done = error{error_code::invalid_argument, "a drafter gave more tokens than were wanted, or one that is not in the vocabulary"};
+      done = error{error_code::invalid_argument, "a drafter gave too many tokens, or one that is not in the vocabulary or in its law"};
     }
     if (!done) drafter_limit_ = done.error();
     return done;
@@ -255,12 +266,13 @@ class speculative_decoder {
   }
 
   /// Drops the drafts and all of the engine's rows, which the next `synchronise` or `verify` computes again from the committed tokens, in
-  /// one pass: the same bits where rows do not depend on the width. Errors: invalid_argument (not begun), those of the engine, which must
-  /// be able to take back so many.
+  /// one pass: the same bits where rows do not depend on the width, so `guarantee::replay` ends here. The engine is truncated to 0 even
+  /// if it has no rows. Errors: invalid_argument (not begun), those of the engine, which must be able to take back so many.
   [[nodiscard]] result<void> forget_rows() noexcept {
     if (!state_) return error{error_code::invalid_argument, "the sequence has not begun"};
     discard();
-    return engine_->length() == 0 ? result<void>() : engine_->truncate(0);
+    if (options_.fixed_width > 0) invariant_ = false;
+    return engine_->truncate(0);
   }
 
  private:
@@ -274,6 +286,13 @@ class speculative_decoder {
     if (!begun_) return error{error_code::invalid_argument, "the sequence has not begun"};
     if (stop_) return error{error_code::invalid_argument, "the sequence has ended"};
     return {};
+  }
+  [[nodiscard]] bool can_be_verified(const draft_view& drafts) const noexcept {
+    for (std::size_t i = 0; i < drafts.tokens.size(); ++i) {
+      if (drafts.tokens[i] >= engine_->vocabulary()) return false;
+      if (Rule::reads_draft && drafts.distributions[i].mass(drafts.tokens[i]) == 0) return false;
+    }
+    return true;
   }
   [[nodiscard]] result<void> synchronise_engine() noexcept {
     const std::uint64_t goal = state_->cache_length();
