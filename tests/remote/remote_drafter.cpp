@@ -435,6 +435,7 @@ TEST_CASE("remote_drafter: a far node that lies is not believed") {
 }
 
 TEST_CASE("remote_drafter: a far node that is late is not waited for twice, and used when it is there") {
+  constexpr auto pause = 500ms;
   const auto tokens = some_tokens(40);
   std::atomic<bool> may_answer = false;
   const far_thread far([&](tcp_channel channel) {
@@ -445,7 +446,7 @@ TEST_CASE("remote_drafter: a far node that is late is not waited for twice, and 
       if (received->type == message_type::rows) continue;
       const auto asked = detail::read_propose(received->body);
       const bool is_hello = received->type == message_type::hello;
-      while (!is_hello && !may_answer) std::this_thread::sleep_for(1ms);
+      for (int i = 0; i < 20000 && !is_hello && !may_answer; ++i) std::this_thread::sleep_for(1ms);
       const auto answer = is_hello ? message_type::accept : message_type::drafts;
       const auto posted = link.post(answer, [&](std::vector<std::byte>& body) -> result<void> {
         if (is_hello) {
@@ -462,6 +463,7 @@ TEST_CASE("remote_drafter: a far node that is late is not waited for twice, and 
   toy_engine engine({});
   remote_options options = patient(greedily);
   options.patience = 20ms;
+  options.retry_after = pause;
   auto remote = made_near(engine, far, line, options);
   REQUIRE(engine.forward(std::span(tokens).first(39), {}));
   auto block = *draft_block::make(4, 0);
@@ -480,10 +482,63 @@ TEST_CASE("remote_drafter: a far node that is late is not waited for twice, and 
     CHECK(ask(length).error().code == error_code::timed_out);
   }
   may_answer = true;
-  for (int i = 0; i < 1000 && !ask(35); ++i) std::this_thread::sleep_for(1ms);
+  for (int i = 0; i < 10000 && !ask(35); ++i) std::this_thread::sleep_for(1ms);
   REQUIRE(block.size() == 1);
   CHECK(block.view().tokens[0] == 35 % 12);  // not the answer to the first question
   CHECK(line.connections == 1);
+}
+
+TEST_CASE("remote_drafter: a far node that does not answer, or fails for a time-out of its own, is left") {
+  for (const bool says_so : {false, true}) {
+    CAPTURE(says_so);
+    const auto tokens = some_tokens(10);
+    const far_thread far([&](tcp_channel channel) {
+      message_link<tcp_channel> link(std::move(channel));
+      for (;;) {
+        const auto received = link.receive(deadline_after(20s), 1 << 20);
+        if (!received) return;
+        const bool is_hello = received->type == message_type::hello;
+        if (!is_hello && (!says_so || received->type != message_type::propose)) continue;
+        const auto posted = link.post(is_hello ? message_type::accept : message_type::failed, [&](std::vector<std::byte>& body) -> result<void> {
+          if (is_hello) {
+            detail::write_accept(body, {0, 8});
+          } else {
+            detail::write_failed(body, error{error_code::timed_out, "its own engine"});
+          }
+          return {};
+        });
+        if (!posted || !link.flush(deadline_after(20s))) return;
+      }
+    });
+    line_fault line;
+    toy_engine engine({});
+    remote_options options = patient(greedily);
+    options.patience = says_so ? 20s : 100ms;
+    options.retry_after = 1ms;
+    auto remote = made_near(engine, far, line, options);
+    REQUIRE(engine.forward(std::span(tokens).first(9), {}));
+    auto block = *draft_block::make(4, 0);
+    const auto sampler = *standard_sampler::make(greedily);
+    bool was_left = false;
+    for (int i = 0; i < 1000 && !was_left; ++i) {
+      if (remote.synchronise(tokens)) {
+        const draft_request<greedy, standard_sampler> request{tokens, {}, 4, {}, sampler};
+        const auto asked = remote.propose(request, block);
+        REQUIRE_FALSE(asked);
+        was_left = asked.error().code == error_code::output_failed;
+        CHECK((was_left || !says_so));
+      }
+      std::this_thread::sleep_for(1ms);
+    }
+    CHECK(was_left);
+    CHECK(remote.max_draft() == 0);
+    CHECK(remote.far_failure() == (says_so ? "its own engine" : ""));
+  }
+}
+
+TEST_CASE("remote: deadlines that never come") {
+  CHECK(deadline_after(std::chrono::nanoseconds::max()) == channel_deadline::max());
+  CHECK(deadline_after(std::chrono::nanoseconds::min()) <= std::chrono::steady_clock::now());
 }
 
 TEST_CASE("draft_server: messages that make no sense end the connection with a reason") {

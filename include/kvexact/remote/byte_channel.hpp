@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <algorithm>
 #include <chrono>
 #include <concepts>
 #include <cstddef>
@@ -11,6 +12,12 @@
 namespace kvexact {
 
 using channel_deadline = std::chrono::steady_clock::time_point;
+
+/// So much later than now; never for durations that reach beyond the clock.
+[[nodiscard]] inline channel_deadline deadline_after(std::chrono::nanoseconds duration) noexcept {
+  const auto now = std::chrono::steady_clock::now();
+  return duration > channel_deadline::max() - now ? channel_deadline::max() : now + std::max(duration, std::chrono::nanoseconds(0));
+}
 
 /// A connection to another machine that keeps bytes in order, as TCP does. Both functions return as soon as they have moved some bytes, and
 /// say how many: at least one, unless there were none to move.

@@ -31,9 +31,11 @@
 namespace kvexact {
 
 struct draft_server_options {
-  std::chrono::nanoseconds idle = std::chrono::minutes(10);      ///< how long the near node may say nothing
+  /// How long the near node may say nothing; then another one, or the same again, is served.
+  std::chrono::nanoseconds idle = std::chrono::minutes(1);
   std::chrono::nanoseconds patience = std::chrono::seconds(10);  ///< how long an answer may take to leave
   std::uint32_t longest_draft = 32;                              ///< tokens of a draft; a block of logits for them is kept
+  std::uint32_t longest_sequence = 1U << 20;                     ///< tokens
 };
 
 /// The far node of the remote prefix mode: drafts for a `remote_drafter`, with the same model on a draft cache. The full cache passes by in
@@ -68,13 +70,13 @@ class draft_server {
         detail::write_failed(body, outcome.error());
         return {};
       });
-      if (posted) (void)link.flush(clock::now() + options_.patience);
+      if (posted) (void)link.flush(deadline_after(options_.patience));
     }
     return outcome;
   }
 
  private:
-  using clock = std::chrono::steady_clock;
+  static constexpr error too_long{error_code::out_of_range, "a sequence is longer than the far node takes"};
   using rows_type = received_rows<Engine, typename Codec::scalar>;
   using drafter_type = model_drafter<compressed_model<rows_type, cache_type>>;
 
@@ -93,7 +95,7 @@ class draft_server {
   result<void> talk(message_link<Channel>& link) noexcept {
     bool is_begun = false;
     for (;;) {
-      const auto received = link.receive(clock::now() + options_.idle, is_begun ? most_bytes() : detail::most_hello_bytes);
+      const auto received = link.receive(deadline_after(options_.idle), is_begun ? most_bytes() : most_hello_bytes());
       if (!received) {
         const bool has_ended = received.error().code == error_code::truncated && link.is_between_messages();
         return has_ended ? result<void>() : received.error();
@@ -111,15 +113,18 @@ class draft_server {
         done = error{error_code::out_of_memory, "drafts for another machine"};
       }
       if (!done) {
-        if (is_begun) sequence_.reset();  // it may have taken half of something
+        if (received->type == message_type::rows) sequence_.reset();  // it may have taken half of them
         return done;
       }
       is_begun = true;
-      const auto flushed = link.flush(clock::now() + options_.patience);
+      const auto flushed = link.flush(deadline_after(options_.patience));
       if (!flushed) return flushed;
     }
   }
 
+  [[nodiscard]] std::uint64_t most_hello_bytes() const noexcept {
+    return std::min<std::uint64_t>(detail::most_hello_bytes, (1U << 20) + std::uint64_t{4} * options_.longest_sequence);
+  }
   /// Of a message in the course of a sequence.
   [[nodiscard]] std::uint64_t most_bytes() const noexcept {
     constexpr std::uint64_t fields = 64;
@@ -138,6 +143,7 @@ class draft_server {
     auto sampler = standard_sampler::make(hello->sampling);
     if (!sampler) return sampler.error();
     const std::span<const token_id> tokens = hello->tokens;
+    if (tokens.size() > options_.longest_sequence) return too_long;
     if (const auto known = expect_known(tokens); !known) return known;
     if (const auto read = sampler->read_prompt(tokens.first(static_cast<std::size_t>(hello->prompt))); !read) return read;
     for (const token_id token : tokens.subspan(static_cast<std::size_t>(hello->prompt))) {
@@ -187,6 +193,7 @@ class draft_server {
       sequence_->tokens.push_back(token);
       if (const auto read = sequence_->sampler->commit(token); !read) return read;
     }
+    if (sequence_->tokens.size() > options_.longest_sequence) return too_long;
     const index_range rows{message->first, message->first + message->count};
     if (sequence_->tokens.size() <= rows.end) return error{error_code::corrupt, "rows without their tokens"};
     const auto view = received_->replace(rows);

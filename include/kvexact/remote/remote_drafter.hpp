@@ -42,10 +42,11 @@ concept channel_source = std::movable<F> && requires(F& connect, channel_deadlin
 struct remote_options {
   sampling_parameters sampling = {};  ///< those of the decoder's standard_sampler
   std::uint64_t seed = 0;             ///< that of its rule, for sample_and_match
-  /// How long a call may wait for the link and for the far node. Where one of them was not ready in time, later calls do not wait until it
-  /// is.
+  /// How long a call may wait for the link and for the far node.
   std::chrono::nanoseconds patience = std::chrono::seconds(2);
-  std::chrono::nanoseconds retry_after = std::chrono::seconds(10);  ///< until a connection is made again after a failure
+  /// How long nothing is asked for after an answer was late, and no connection is made after a failure; twice as long after each that
+  /// follows without drafts between, up to 64 times.
+  std::chrono::nanoseconds retry_after = std::chrono::seconds(10);
   std::uint32_t rows_per_message = most_remote_rows;                ///< 1 to most_remote_rows; bounds memory, of both nodes
 };
 
@@ -109,7 +110,7 @@ class remote_drafter {
     static_assert(std::same_as<Sampler, standard_sampler>,
                   "kvexact: remote_drafter needs a standard_sampler, which the far node can make, too");
     if (!is_open_) return failure_ ? result<void>(on_their_way) : failure_;
-    if (rows_ + 1 != request.committed.size() || !link_->is_flushed()) return on_their_way;
+    if (rows_ + 1 != request.committed.size() || !link_->is_flushed() || clock::now() < ask_at_) return on_their_way;
     try {
       detail::propose_body asked;
       asked.length = request.committed.size();
@@ -145,7 +146,13 @@ class remote_drafter {
   /// No waiting where something is late already.
   [[nodiscard]] channel_deadline deadline() const noexcept {
     const bool is_late = link_ && (!is_open_ || !link_->is_flushed() || asked_);
-    return is_late ? clock::now() : clock::now() + options_.patience;
+    return is_late ? clock::now() : deadline_after(options_.patience);
+  }
+  /// When to try again.
+  [[nodiscard]] channel_deadline after_pause() noexcept {
+    const int doublings = std::min(pauses_++, 6);
+    const auto longest = std::chrono::nanoseconds::max() / 64;
+    return deadline_after(std::min(options_.retry_after, longest) * (1 << doublings));
   }
 
   /// Ends the connection after an error that it cannot go on from.
@@ -155,7 +162,7 @@ class remote_drafter {
     asked_.reset();
     is_open_ = false;
     failure_ = outcome;
-    retry_at_ = clock::now() + options_.retry_after;
+    retry_at_ = after_pause();
     return outcome;
   }
 
@@ -172,15 +179,24 @@ class remote_drafter {
     } catch (...) {
       far_failure_.clear();
     }
-    return error{failed->code, "the far node failed"};
+    // A time-out of its own is no time-out here.
+    return error{failed->code == error_code::timed_out ? error_code::output_failed : failed->code, "the far node failed"};
   }
 
+  [[nodiscard]] result<void> flush(channel_deadline until) noexcept {
+    const auto flushed = link_->flush(until);
+    if (flushed || flushed.error().code == error_code::timed_out) return flushed;
+    // It may have said why before it closed.
+    const auto said = receive(message_type::accept, 0, clock::now());
+    return far_failure_.empty() || said ? flushed : said.error();
+  }
   [[nodiscard]] result<void> open(std::span<const token_id> committed, channel_deadline until) noexcept {
     if (is_open_) return {};
     if (!link_) {
       auto connected = connect_(until);
       if (!connected) return connected.error();
       link_.emplace(*std::move(connected));
+      far_failure_.clear();
       told_ = committed.size();
       const auto posted = link_->post(message_type::hello, [&](std::vector<std::byte>& body) -> result<void> {
         detail::write_hello(body, options_.sampling, options_.seed, engine_->vocabulary(), prompt_, committed,
@@ -189,7 +205,7 @@ class remote_drafter {
       });
       if (!posted) return posted;
     }
-    if (const auto flushed = link_->flush(until); !flushed) return flushed;
+    if (const auto flushed = flush(until); !flushed) return flushed;
     const auto body = receive(message_type::accept, detail::accept_bytes, until);
     if (!body) return body.error();
     const auto accept = detail::read_accept(*body);
@@ -203,7 +219,7 @@ class remote_drafter {
   }
 
   [[nodiscard]] result<void> send_rows(std::span<const token_id> committed, channel_deadline until) noexcept {
-    if (const auto flushed = link_->flush(until); !flushed) return flushed;
+    if (const auto flushed = flush(until); !flushed) return flushed;
     while (rows_ + 1 < committed.size()) {
       const index_range rows{rows_, std::min<std::uint64_t>(rows_ + options_.rows_per_message, committed.size() - 1)};
       const std::uint64_t told = std::max(told_, rows.end + 1);
@@ -219,7 +235,7 @@ class remote_drafter {
       rows_ = rows.end;
       told_ = told;
       // One message at a time, so that no more than that waits here.
-      if (const auto flushed = link_->flush(until); !flushed) return flushed;
+      if (const auto flushed = flush(until); !flushed) return flushed;
       if (rows_ + 1 < committed.size() && clock::now() >= until) return on_their_way;
     }
     return {};
@@ -227,20 +243,25 @@ class remote_drafter {
 
   [[nodiscard]] result<void> exchange(detail::propose_body asked, detail::drafts_body& drafts) {
     if (asked_) {
-      // An answer that came too late is of no use, but another question must wait for it.
-      if (const auto late = answer(drafts, clock::now()); !late) return late;
+      // An answer that came too late is of no use, but another question must wait for it; not for more than a pause, though.
+      const auto late = answer(drafts, clock::now());
+      if (!late && late.error().code == error_code::timed_out) return error{error_code::output_failed, "the far node does not answer"};
+      if (!late) return late;
       drafts = {};
     }
     asked.round = ++round_;
-    const channel_deadline until = clock::now() + options_.patience;
+    const channel_deadline until = deadline_after(options_.patience);
     const auto posted = link_->post(message_type::propose, [&](std::vector<std::byte>& body) -> result<void> {
       detail::write_propose(body, asked);
       return {};
     });
     if (!posted) return posted;
     asked_ = std::move(asked);
-    if (const auto flushed = link_->flush(until); !flushed) return flushed;
-    return answer(drafts, until);
+    auto answered = flush(until);
+    if (answered) answered = answer(drafts, until);
+    if (answered) pauses_ = 0;
+    if (!answered && answered.error().code == error_code::timed_out) ask_at_ = after_pause();
+    return answered;
   }
   /// To `asked_`.
   [[nodiscard]] result<void> answer(detail::drafts_body& drafts, channel_deadline until) {
@@ -264,7 +285,8 @@ class remote_drafter {
   std::optional<message_link<channel>> link_;
   bool is_open_ = false;         // the far node has accepted
   result<void> failure_;         // why there is no connection
-  clock::time_point retry_at_;
+  clock::time_point retry_at_, ask_at_;
+  int pauses_ = 0;               // since there were drafts
   std::string far_failure_;
   std::uint64_t told_ = 0;       // tokens that the far node has
   std::uint64_t rows_ = 0;       // rows that it has

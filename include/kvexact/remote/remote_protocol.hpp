@@ -149,6 +149,7 @@ inline void write_rows(std::vector<std::byte>& to, index_range rows, std::span<c
   rows.chunks = in.get_bytes(in.remaining());
   if (!in.ok()) return error{error_code::truncated, "body of a message"};
   if (rows.count == 0 || rows.count > most_remote_rows) return error{error_code::corrupt, "number of rows in a message"};
+  if (rows.tokens.size() > rows.count) return error{error_code::corrupt, "number of tokens beside rows"};
   return rows;
 }
 
