@@ -14,6 +14,7 @@ namespace kvexact {
 
 /// A model with the full cache of one sequence, by position: what verifies drafts, and what plain decoding runs on.
 ///
+/// - `vocabulary()`: how many tokens there are.
 /// - `length()`: tokens that have K and V rows in the cache; the next one takes this position.
 /// - `capacity()`: the most that there can be. `max_rollback()`: that number of newest tokens can always be taken back.
 /// - `forward(tokens, logits)`: appends the tokens and gives the logits after each of the last logits.size() / vocabulary() of them,
@@ -22,7 +23,8 @@ namespace kvexact {
 ///   `length()` has not changed.
 /// - `truncate(length)`: forgets the positions from `length` on. Errors: out_of_range; then nothing has changed.
 template <class E>
-concept positional_decoder = requires(E& engine, const E& seen, std::span<const std::uint32_t> tokens, std::span<float> logits, std::uint64_t length) {
+concept positional_decoder = requires(E& engine, const E& seen, std::span<const std::uint32_t> tokens, std::span<float> logits,
+                                      std::uint64_t length) {
   { seen.vocabulary() } noexcept -> std::same_as<std::uint32_t>;
   { seen.length() } noexcept -> std::same_as<std::uint64_t>;
   { seen.capacity() } noexcept -> std::same_as<std::uint64_t>;
@@ -39,16 +41,18 @@ concept reserving_decoder = positional_decoder<E> && requires(E& engine, std::ui
   { engine.reserve(length) } noexcept -> std::same_as<result<void>>;
 };
 
-/// An engine whose state cannot be cut at any position (recurrent layers, sliding windows): `checkpoint()` remembers the state in place of
-/// the one before, `restore()` brings it back, `length()` included, any number of times. `max_rollback()` still says what `truncate` can do.
+/// An engine whose state cannot be cut at any position (recurrent layers, sliding windows): `checkpoint()` remembers the state in place
+/// of the one before, `restore()` brings it back, `length()` included, any number of times. `max_rollback()` still says what `truncate`
+/// can do.
 template <class E>
 concept checkpointing_decoder = positional_decoder<E> && requires(E& engine) {
   { engine.checkpoint() } noexcept -> std::same_as<result<void>>;
   { engine.restore() } noexcept -> std::same_as<result<void>>;
 };
 
-/// An engine whose cache can be read: `shape()` of its layers; `rows(layer, position)` points at the K and V of that token and of those after it, up to `length()`.
-/// They stay where they are until the next `forward` or `truncate`.
+/// An engine whose cache can be read: `shape()` of its layers; `rows(layer, position)` points at the K and V of that token and of those
+/// after it, up to `length()`, all at the same stride (an engine with pages gathers them first). They stay where they are until the next
+/// `forward` or `truncate`. `scalar` is a number format of numeric/, such as `bf16` or `fp16`.
 template <class E>
 concept readable_cache = requires(const E& engine, std::uint32_t layer, std::uint64_t position) {
   typename E::scalar;
@@ -56,13 +60,14 @@ concept readable_cache = requires(const E& engine, std::uint32_t layer, std::uin
   { engine.rows(layer, position) } noexcept -> std::same_as<layer_tensors<const typename E::scalar>>;
 };
 
-/// A model that can run one token on a cache that is not its own: for every layer in order it calls
+/// A model that can run one token on a cache that is not its own, of any type `Cache`: so `step` is a template. For every layer in order it
+/// calls
 ///
 ///   cache.append(layer, rows, 1)          // K (rotated) and V of the token, const layer_tensors<const scalar>&
 ///   cache.attend(layer, head, call)       // for every KV head: attention_call, with the queries of its query heads
 ///
 /// and gives the logits after the token, [vocabulary], or computes none if `logits` is empty. An error of the cache ends the step and is
-/// passed on; layers may then differ in length.
+/// passed on; layers may then differ in length. Other errors: out_of_range (a position that the model does not have), and its own.
 template <class E, class Cache>
 concept token_stepper = requires(E& engine, std::uint32_t token, std::uint64_t position, Cache& cache, std::span<float> logits) {
   { engine.step(token, position, cache, logits) } noexcept -> std::same_as<result<void>>;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <concepts>
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -26,6 +27,9 @@ namespace kvexact {
 template <readable_cache Engine, class Cache>
   requires token_stepper<Engine, Cache>
 class compressed_model {
+  static_assert(std::same_as<typename Engine::scalar, typename Cache::scalar>,
+                "kvexact: the draft cache of a compressed_model must have the engine's number format");
+
  public:
   compressed_model(Engine& target, Cache cache) noexcept : target_(&target), cache_(std::move(cache)) {}
 
@@ -101,6 +105,8 @@ class compressed_model {
       return attend_observed(*cache, layer, head, position, call, weights);
     }
   };
+
+  static_assert(token_stepper<Engine, replay>, "kvexact: step of an engine must take any cache: a template (engine/positional_decoder.hpp)");
 
   /// Keeps the first `kept` tokens behind the verified ones.
   result<void> take_back(std::size_t kept) noexcept {
