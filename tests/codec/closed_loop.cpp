@@ -158,7 +158,7 @@ TEST_CASE("closed_loop: what is handed back matters, so a wrong bit of it would 
 }
 
 TEST_CASE("closed_loop: in pieces, with one engine or several") {
-  for (const number_format format : {number_format::float16, number_format::float8_e4m3}) {
+  for (const number_format format : {mapped_float16, number_format::float8_e4m3}) {
     const loop by(format);
     const model_example from = by.example_of(150, 4);
     const std::vector<std::byte> whole = by.encode(from, small_chunks);
@@ -493,7 +493,7 @@ TEST_CASE("closed_loop: a damaged chunk makes unreadable what comes after it, an
 }
 
 TEST_CASE("closed_loop: instruction sets and layouts write the same bytes") {
-  for (const number_format format : {number_format::float16, number_format::float8_e4m3}) {
+  for (const number_format format : {mapped_float16, number_format::float8_e4m3}) {
     const loop by(format);
     const model_example from = by.example_of(90, 12);
     const std::vector<std::byte> stream = by.encode(from, {.set = instruction_set::baseline});
@@ -521,7 +521,7 @@ TEST_CASE("closed_loop: instruction sets and layouts write the same bytes") {
 TEST_CASE("closed_loop: the correction finds the error of the hidden states and takes it away") {
   // More channels than hidden states, weights without error: what is missed tells all of the disturbance.
   const cache_shape shape = make_shape({{2, 8, 8}, {2, 8, 8}, {2, 8, 8}});
-  for (const number_format format : {number_format::bfloat16, number_format::float16}) {
+  for (const number_format format : {number_format::bfloat16, mapped_float16}) {
     // Full maps could do as much for K and V themselves.
     const calibration_options thin{.block_size = 0, .rank = 1};
     const loop corrected(format, {.error = 0, .disturbance = 150, .calibration = thin, .shape = shape}, 1000);
@@ -605,7 +605,7 @@ TEST_CASE("closed_loop: clamped feedback serves caches whose engine saw the valu
     }
   }
   // For 16-bit formats there is no such thing.
-  CHECK(!loop(number_format::float16, {}, 60).data.models[0].maps.clamped_feedback);
+  CHECK(!loop(mapped_float16, {}, 60).data.models[0].maps.clamped_feedback);
 }
 
 TEST_CASE("closed_loop: storage scales of any kind") {
@@ -634,7 +634,7 @@ TEST_CASE("closed_loop: a profile with a correction for other hidden states is r
 }
 
 TEST_CASE("closed_loop: token ids travel with the stream, so that it and the profile are all that an engine needs") {
-  const loop by(number_format::float16, {}, 60);
+  const loop by(mapped_float16, {}, 60);
   const model_example from = by.example_of(70, 18);
   fake_engine writer = by.engine_for(from.ids);
   const auto stream = by.ready->encode(from.cache, writer, {.token_ids = from.ids});

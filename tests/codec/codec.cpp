@@ -127,8 +127,8 @@ TEST_CASE("codec: gives back every bit of caches of many shapes") {
 TEST_CASE("codec: gives back every bit with either pairing of rotated keys") {
   for (const rotary_pairing pairing : {rotary_pairing::interleaved, rotary_pairing::half_split}) {
     for (const codec_kind kind : all_kinds) {
-      const prepared by(codec_for(number_format::float16, kind), mixed_shape(), make_rotary(pairing, 4));
-      check_round_trip(by, make_example(mixed_shape(), 300, number_format::float16, 4));
+      const prepared by(codec_for(mapped_float16, kind), mixed_shape(), make_rotary(pairing, 4));
+      check_round_trip(by, make_example(mixed_shape(), 300, mapped_float16, 4));
     }
   }
 }

@@ -159,6 +159,8 @@ inline constexpr std::array mapped_formats{number_format::bfloat16, number_forma
 inline constexpr std::array mapped_formats{number_format::bfloat16, number_format::float8_e4m3};
 #endif
 constexpr bool has_maps(number_format format) { return std::find(mapped_formats.begin(), mapped_formats.end(), format) != mapped_formats.end(); }
+/// fp16 where it is built with maps, else the other format of 16 bits.
+inline constexpr number_format mapped_float16 = has_maps(number_format::float16) ? number_format::float16 : number_format::bfloat16;
 inline bool is_mapped(codec_kind kind) { return kind != codec_kind::channel_mean && kind != codec_kind::external; }
 
 class codec_under_test {

@@ -134,7 +134,7 @@ TEST_CASE("cross_layer: layers that follow from those below cost far fewer bits 
   const rotary half_split = make_rotary(rotary_pairing::half_split, 8);
   for (const rotary& rotation : {rotary(), interleaved, half_split}) {
     const synthetic data{some_layers(), rotation, from_layer_below(some_layers()), loud_below};
-    for (const number_format format : {number_format::bfloat16, number_format::float16}) {
+    for (const number_format format : {number_format::bfloat16, mapped_float16}) {
       const double without = bits_per_value(codec_for(format, codec_kind::channel_mean), data, rotation);
       const double with = bits_per_value(codec_for(format, codec_kind::cross_layer), data, rotation);
       const double on_prediction = bits_per_value(codec_for(format, codec_kind::cross_layer_external), data, rotation);
@@ -154,7 +154,7 @@ TEST_CASE("cross_layer: of keys only if it knows how they are rotated") {
   const rotary rotation = make_rotary(rotary_pairing::half_split, 8);
   const cache_shape keys = *cache_shape::uniform(4, {2, 8, 0});
   const synthetic data{keys, rotation, from_layer_below(keys), loud_below};
-  const codec_under_test& codec = codec_for(number_format::float16, codec_kind::cross_layer);
+  const codec_under_test& codec = codec_for(mapped_float16, codec_kind::cross_layer);
   const double right = bits_per_value(codec, data, rotation);
   CHECK(right + 2 < bits_per_value(codec, data, rotary()));
   CHECK(right + 1 < bits_per_value(codec, data, make_rotary(rotary_pairing::interleaved, 8)));
@@ -185,7 +185,7 @@ TEST_CASE("cross_layer: looks back as far as it is told") {
       {},
       [](std::uint32_t l, cache_part part, std::uint32_t c, const auto& so_far) { return l < 3 ? 0.0 : so_far(0, part, c); },
       [](std::uint32_t l, std::uint64_t) { return l < 3 ? 1.0 : 1.0 / 64; }};
-  const codec_under_test& codec = codec_for(number_format::float16, codec_kind::cross_layer);
+  const codec_under_test& codec = codec_for(mapped_float16, codec_kind::cross_layer);
   const double three = bits_per_value(codec, data, {}, {.layers_back = 3});
   const double two = bits_per_value(codec, data, {}, {.layers_back = 2});
   CAPTURE(three);
@@ -205,7 +205,7 @@ TEST_CASE("cross_layer: maps of low rank and by head find what such maps can say
                        },
                        [](std::uint32_t, std::uint64_t) { return 1.0 / 16; }};
   const synthetic loud{shape, {}, thin.follow, [](std::uint32_t l, std::uint64_t) { return l == 0 ? 1.0 : 1.0 / 16; }};
-  const codec_under_test& codec = codec_for(number_format::float16, codec_kind::cross_layer);
+  const codec_under_test& codec = codec_for(mapped_float16, codec_kind::cross_layer);
   const double full = bits_per_value(codec, loud, {}, {.block_size = 0});
   const double two = bits_per_value(codec, loud, {}, {.block_size = 0, .rank = 2});
   const double one = bits_per_value(codec, loud, {}, {.block_size = 0, .rank = 1});

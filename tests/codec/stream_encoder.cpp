@@ -224,7 +224,7 @@ TEST_CASE("stream_encoder: chunks are cut as the options say") {
 
 TEST_CASE("stream_encoder: no workspace exceeds 64 MiB, with maps 192 MiB") {
   for (const codec_kind kind : all_kinds) {
-    const codec_under_test& codec = codec_for(number_format::float16, kind);
+    const codec_under_test& codec = codec_for(mapped_float16, kind);
     const profile_data tiny = parse_profile(prepared(codec, tiny_shape()).profile)->data;
     for (const cache_shape& shape : {tiny_shape(), *cache_shape::uniform(1, {1, 1, 0}), *cache_shape::uniform(80, {8, 128, 128}),
                                      *cache_shape::uniform(3, {256, 128, 128}), *cache_shape::uniform(500, {1, 576, 0})}) {
