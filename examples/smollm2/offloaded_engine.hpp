@@ -63,7 +63,7 @@ class offloaded_engine final : public linked_cache {
         link_(&link),
         request_(request),
         patience_(patience),
-        shape_(*cache_shape::uniform(static_cast<std::uint32_t>(model.shape().layers), head_shape_of(model.shape()))),
+        shape_(*detail::cache_shape_of(model.shape())),
         rotary_(model.shape().rope_base, model.shape().head_dim, capacity),
         home_(model.shape().layers) {
     for (layer_rows& each : home_) {
@@ -83,9 +83,7 @@ class offloaded_engine final : public linked_cache {
   [[nodiscard]] double seconds_waited() const noexcept { return seconds_waited_; }
 
   result<void> forward(std::span<const std::uint32_t> tokens, std::span<float> logits) noexcept {
-    if (logits.size() % vocabulary() != 0 || logits.size() / vocabulary() > tokens.size())
-      return error{error_code::invalid_argument, "room for logits is of whole rows, at most one a token"};
-    if (tokens.size() > capacity() - length_) return error{error_code::out_of_range, "tokens beyond the engine's cache"};
+    if (const auto fits = detail::expect_room(tokens, logits, vocabulary(), capacity() - length_); !fits) return fits;
     if (length_ == 0 && !cache_) {
       if (const auto placed = place(); !placed) return placed;
       is_computed_ = true;
@@ -118,21 +116,16 @@ class offloaded_engine final : public linked_cache {
   }
   /// While the cache is on the device.
   [[nodiscard]] layer_tensors<const bf16> rows(std::uint32_t layer, std::uint64_t position) const noexcept {
-    return rows_of(cache_->keys(layer, length_), cache_->values(layer, length_), position);
+    return detail::rows_from(shape_.layer(layer), cache_->keys(layer, length_), cache_->values(layer, length_), position);
   }
   /// The same, where the cache lives.
   [[nodiscard]] layer_tensors<const bf16> home_rows(std::uint32_t layer, std::uint64_t position) const noexcept {
-    return rows_of(home_[layer].keys, home_[layer].values, position);
+    return detail::rows_from(shape_.layer(layer), home_[layer].keys, home_[layer].values, position);
   }
 
   template <class Cache>
   result<void> step(std::uint32_t token, std::uint64_t position, Cache& cache, std::span<float> logits) noexcept {
-    detail::stepped_cache<Cache> seen(model_->shape(), cache);
-    const auto hidden = model_->step(token, static_cast<std::size_t>(position), rotary_, seen);
-    if (!seen.outcome()) return seen.outcome();
-    if (!hidden) return error{hidden.error().code, "a step on a draft cache"};
-    if (!logits.empty()) model_->logits(*hidden, logits);
-    return {};
+    return detail::step_outside(*model_, rotary_, token, position, cache, logits);
   }
 
   [[nodiscard]] std::uint32_t layers() const noexcept override { return static_cast<std::uint32_t>(home_.size()); }
@@ -157,17 +150,6 @@ class offloaded_engine final : public linked_cache {
     std::vector<bf16> keys, values;  // [capacity, kv_width]
   };
 
-  [[nodiscard]] static layer_shape head_shape_of(const model_shape& model) {
-    const auto dim = static_cast<std::uint32_t>(model.head_dim);
-    return {static_cast<std::uint32_t>(model.kv_heads), dim, dim};
-  }
-  [[nodiscard]] layer_tensors<const bf16> rows_of(std::span<const bf16> keys, std::span<const bf16> values,
-                                                  std::uint64_t position) const noexcept {
-    const auto heads = static_cast<std::uint32_t>(model_->shape().kv_heads), dim = static_cast<std::uint32_t>(model_->shape().head_dim);
-    const std::size_t first = static_cast<std::size_t>(position) * heads * dim;
-    return {strided_tensor<const bf16>::nhd(keys.data() + first, heads, dim),
-            strided_tensor<const bf16>::nhd(values.data() + first, heads, dim)};
-  }
   [[nodiscard]] result<void> wait(std::size_t layer) noexcept {
     if (is_computed_) return {};
     const auto start = std::chrono::steady_clock::now();

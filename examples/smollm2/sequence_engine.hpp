@@ -61,6 +61,39 @@ class stepped_cache final : public token_cache {
   std::vector<float> queries_, log_mass_;
 };
 
+/// `step` (`token_stepper`) of an engine by itself.
+template <class Cache>
+result<void> step_outside(engine& model, const rotary_table& rotary, std::uint32_t token, std::uint64_t position, Cache& cache, std::span<float> logits) noexcept {
+  stepped_cache<Cache> seen(model.shape(), cache);
+  const auto hidden = model.step(token, static_cast<std::size_t>(position), rotary, seen);
+  if (!seen.outcome()) return seen.outcome();
+  if (!hidden) return error{hidden.error().code, "a step on a draft cache"};
+  if (!logits.empty()) model.logits(*hidden, logits);
+  return {};
+}
+
+[[nodiscard]] inline result<cache_shape> cache_shape_of(const model_shape& model) noexcept {
+  const auto dim = static_cast<std::uint32_t>(model.head_dim);
+  return cache_shape::uniform(static_cast<std::uint32_t>(model.layers), {static_cast<std::uint32_t>(model.kv_heads), dim, dim});
+}
+
+/// From a position on, of rows [tokens, kv_heads, head_dim].
+[[nodiscard]] inline layer_tensors<const bf16> rows_from(const layer_shape& shape, std::span<const bf16> keys, std::span<const bf16> values,
+                                                         std::uint64_t position) noexcept {
+  const auto [heads, dim, value_dim] = shape;
+  const std::size_t first = static_cast<std::size_t>(position) * heads * dim;
+  return {strided_tensor<const bf16>::nhd(keys.data() + first, heads, dim), strided_tensor<const bf16>::nhd(values.data() + first, heads, value_dim)};
+}
+
+/// What `forward` (`positional_decoder`) must be given.
+[[nodiscard]] inline result<void> expect_room(std::span<const std::uint32_t> tokens, std::span<const float> logits, std::uint32_t vocabulary,
+                                              std::uint64_t room) noexcept {
+  if (logits.size() % vocabulary != 0 || logits.size() / vocabulary > tokens.size())
+    return error{error_code::invalid_argument, "room for logits is of whole rows, at most one a token"};
+  if (tokens.size() > room) return error{error_code::out_of_range, "tokens beyond the engine's cache"};
+  return {};
+}
+
 }  // namespace detail
 
 /// The reference engine with the full cache of one sequence, as the speculative decoder drives it. Engine and batch are the caller's and
@@ -75,8 +108,7 @@ class sequence_engine {
   [[nodiscard]] static outcome<sequence_engine> make(engine& model, std::size_t capacity, sequence_batch* batch = nullptr) noexcept {
     auto cache = model.make_cache(capacity);
     if (!cache) return cache.error();
-    const auto dim = static_cast<std::uint32_t>(model.shape().head_dim);
-    auto shape = cache_shape::uniform(static_cast<std::uint32_t>(model.shape().layers), {static_cast<std::uint32_t>(model.shape().kv_heads), dim, dim});
+    auto shape = detail::cache_shape_of(model.shape());
     if (!shape) return failure{shape.error().code, shape.error().message()};
     return sequence_engine(model, batch, *std::move(shape), *std::move(cache));
   }
@@ -88,9 +120,7 @@ class sequence_engine {
   [[nodiscard]] std::uint64_t max_rollback() const noexcept { return ~std::uint64_t{0}; }
 
   result<void> forward(std::span<const std::uint32_t> tokens, std::span<float> logits) noexcept {
-    if (logits.size() % vocabulary() != 0 || logits.size() / vocabulary() > tokens.size())
-      return error{error_code::invalid_argument, "room for logits is of whole rows, at most one a token"};
-    if (tokens.size() > capacity() - length_) return error{error_code::out_of_range, "tokens beyond the engine's cache"};
+    if (const auto fits = detail::expect_room(tokens, logits, vocabulary(), capacity() - length_); !fits) return fits;
     if (tokens.empty()) return {};
     sequence_pass pass{tokens, static_cast<std::size_t>(length_), &cache_};
     run(pass, logits);
@@ -107,11 +137,8 @@ class sequence_engine {
     return {};
   }
   [[nodiscard]] layer_tensors<const bf16> rows(std::uint32_t layer, std::uint64_t position) const noexcept {
-    const auto [heads, dim, value_dim] = shape_.layer(layer);
-    const std::size_t first = static_cast<std::size_t>(position) * heads * dim;
     const auto held = static_cast<std::size_t>(length_);
-    return {strided_tensor<const bf16>::nhd(cache_.keys(layer, held).data() + first, heads, dim),
-            strided_tensor<const bf16>::nhd(cache_.values(layer, held).data() + first, heads, value_dim)};
+    return detail::rows_from(shape_.layer(layer), cache_.keys(layer, held), cache_.values(layer, held), position);
   }
 
   template <class Cache>

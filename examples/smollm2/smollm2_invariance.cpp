@@ -48,9 +48,7 @@ class cutting_engine {
   [[nodiscard]] static outcome<cutting_engine> make(engine& model, std::size_t capacity, cutting cut) noexcept {
     auto cache = model.make_cache(capacity);
     if (!cache) return cache.error();
-    const auto dim = static_cast<std::uint32_t>(model.shape().head_dim);
-    auto shape = cache_shape::uniform(static_cast<std::uint32_t>(model.shape().layers),
-                                      {static_cast<std::uint32_t>(model.shape().kv_heads), dim, dim});
+    auto shape = examples::detail::cache_shape_of(model.shape());
     if (!shape) return as_failure(shape.error());
     return cutting_engine(model, *std::move(shape), *std::move(cache), cut);
   }
@@ -62,9 +60,7 @@ class cutting_engine {
   [[nodiscard]] std::uint64_t max_rollback() const noexcept { return ~std::uint64_t{0}; }
 
   result<void> forward(std::span<const std::uint32_t> tokens, std::span<float> logits) noexcept {
-    if (logits.size() % vocabulary() != 0 || logits.size() / vocabulary() > tokens.size())
-      return error{error_code::invalid_argument, "room for logits is of whole rows, at most one a token"};
-    if (tokens.size() > capacity() - length_) return error{error_code::out_of_range, "tokens beyond the engine's cache"};
+    if (const auto fits = examples::detail::expect_room(tokens, logits, vocabulary(), capacity() - length_); !fits) return fits;
     const std::size_t first = static_cast<std::size_t>(length_), width = model_->shape().width;
     std::vector<sequence_pass> passes;
     std::vector<row> rows;
@@ -93,10 +89,8 @@ class cutting_engine {
     return {};
   }
   [[nodiscard]] layer_tensors<const bf16> rows(std::uint32_t layer, std::uint64_t position) const noexcept {
-    const auto [heads, dim, value_dim] = shape_.layer(layer);
-    const std::size_t first = static_cast<std::size_t>(position) * heads * dim, held = static_cast<std::size_t>(length_);
-    return {strided_tensor<const bf16>::nhd(cache_.keys(layer, held).data() + first, heads, dim),
-            strided_tensor<const bf16>::nhd(cache_.values(layer, held).data() + first, heads, value_dim)};
+    const auto held = static_cast<std::size_t>(length_);
+    return examples::detail::rows_from(shape_.layer(layer), cache_.keys(layer, held), cache_.values(layer, held), position);
   }
 
  private:

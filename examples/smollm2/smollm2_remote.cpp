@@ -58,12 +58,7 @@ class far_engine {
   [[nodiscard]] std::uint32_t vocabulary() const noexcept { return static_cast<std::uint32_t>(model_->shape().vocabulary); }
   template <class Cache>
   result<void> step(std::uint32_t token, std::uint64_t position, Cache& cache, std::span<float> logits) noexcept {
-    examples::detail::stepped_cache<Cache> seen(model_->shape(), cache);
-    const auto hidden = model_->step(token, static_cast<std::size_t>(position), rotary_, seen);
-    if (!seen.outcome()) return seen.outcome();
-    if (!hidden) return error{hidden.error().code, "a step on a draft cache"};
-    if (!logits.empty()) model_->logits(*hidden, logits);
-    return {};
+    return examples::detail::step_outside(*model_, rotary_, token, position, cache, logits);
   }
 
  private:

@@ -549,7 +549,7 @@ TEST_CASE("draft_server: messages that make no sense end the connection with a r
   // How the last message is answered, after a hello for one token.
   const auto answer_to = [&](message_list messages, bool with_hello = true) -> std::pair<message_type, error_code> {
     const auto write_hello = [](bytes& body) {
-      detail::write_hello(body, greedily, 0, 12, 1, std::vector<token_id>{3}, detail::rows_header(toy_profile()));
+      detail::write_hello(body, greedily, 0, 12, 1, std::vector<token_id>{3}, detail::stream_header_of(toy_profile()));
     };
     if (with_hello) messages.insert(messages.begin(), {message_type::hello, write_hello});
     auto connected = far.thread->connect(std::chrono::steady_clock::now() + 20s);

@@ -72,7 +72,7 @@ class stream_encoder {
     if (!storage_scales.empty() && storage_scales.size() != count_tiles(parameters.shape()))
       return error{error_code::shape_mismatch, "one storage scale per layer and part is needed"};
     try {
-      stream_header header = header_for(parameters);
+      stream_header header = detail::stream_header_of(parameters);
       header.storage_scales.assign(storage_scales.begin(), storage_scales.end());
       stream_encoder encoder(parameters, std::move(header), container_writer(sink, container_kind::stream), options);
       if (const auto taken = encoder.take_memory(memory); !taken) return taken.error();
@@ -214,18 +214,6 @@ class stream_encoder {
     workspace space(memory);
     buffers_ = take_buffers(*profile_, options_.chunks, space);
     return {};
-  }
-  [[nodiscard]] static stream_header header_for(const profile<Codec>& parameters) {
-    stream_header header;
-    header.format = Codec::format;
-    header.predictor = Codec::predictor_type::id;
-    header.residual = Codec::residual_model_type::id;
-    header.coder = Codec::entropy_coder_type::id;
-    header.lanes = Codec::entropy_coder_type::lanes;
-    header.precision = Codec::entropy_coder_type::precision;
-    header.profile_hash = parameters.hash();
-    header.shape = parameters.shape();
-    return header;
   }
   [[nodiscard]] result<void> write_chunk(const chunk_header& header, std::span<const std::byte> payload) noexcept {
     try {

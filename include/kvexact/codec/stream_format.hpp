@@ -13,6 +13,7 @@
 #include <kvexact/bitstream/byte_io.hpp>
 #include <kvexact/bitstream/checksum.hpp>
 #include <kvexact/bitstream/container.hpp>
+#include <kvexact/codec/profile.hpp>
 #include <kvexact/codec/profile_data.hpp>
 #include <kvexact/core/result.hpp>
 #include <kvexact/numeric/number_format.hpp>
@@ -73,6 +74,21 @@ inline constexpr std::uint32_t token_section = 4;
 inline constexpr std::uint32_t chunk_magic = 0x4b485843U;  // "CXHK"
 inline constexpr std::size_t chunk_header_bytes = 64;
 inline constexpr std::size_t chunk_record_bytes = 40;
+
+/// Of a stream that is written with this profile, without storage scales.
+template <class Codec>
+[[nodiscard]] stream_header stream_header_of(const profile<Codec>& parameters) {
+  stream_header header;
+  header.format = Codec::format;
+  header.predictor = Codec::predictor_type::id;
+  header.residual = Codec::residual_model_type::id;
+  header.coder = Codec::entropy_coder_type::id;
+  header.lanes = Codec::entropy_coder_type::lanes;
+  header.precision = Codec::entropy_coder_type::precision;
+  header.profile_hash = parameters.hash();
+  header.shape = parameters.shape();
+  return header;
+}
 
 [[nodiscard]] inline std::vector<std::byte> write_stream_header(const stream_header& header) {
   std::vector<std::byte> bytes;

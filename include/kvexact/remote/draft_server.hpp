@@ -138,7 +138,7 @@ class draft_server {
     auto hello = detail::read_hello(body);
     if (!hello) return hello.error();
     if (!profile_->can_decode()) return error{error_code::invalid_argument, "the far node's profile was built for encoding only"};
-    if (const auto same = detail::expect_same_rows(hello->stream, detail::rows_header(*profile_)); !same) return same;
+    if (const auto same = detail::expect_same_rows(hello->stream, detail::stream_header_of(*profile_)); !same) return same;
     if (hello->vocabulary != engine_->vocabulary()) return error{error_code::shape_mismatch, "the nodes have different vocabularies"};
     auto sampler = standard_sampler::make(hello->sampling);
     if (!sampler) return sampler.error();

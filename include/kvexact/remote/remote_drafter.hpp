@@ -200,7 +200,7 @@ class remote_drafter {
       told_ = committed.size();
       const auto posted = link_->post(message_type::hello, [&](std::vector<std::byte>& body) -> result<void> {
         detail::write_hello(body, options_.sampling, options_.seed, engine_->vocabulary(), prompt_, committed,
-                            detail::rows_header(*profile_));
+                            detail::stream_header_of(*profile_));
         return {};
       });
       if (!posted) return posted;

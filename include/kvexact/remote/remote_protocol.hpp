@@ -12,7 +12,6 @@
 #include <vector>
 
 #include <kvexact/bitstream/byte_io.hpp>
-#include <kvexact/codec/profile.hpp>
 #include <kvexact/codec/stream_format.hpp>
 #include <kvexact/core/result.hpp>
 #include <kvexact/speculative/acceptance.hpp>
@@ -246,20 +245,6 @@ struct failed_body {
   return failed_body{static_cast<error_code>(code), {reinterpret_cast<const char*>(sentence.data()), sentence.size()}};
 }
 
-/// The header of a stream of rows.
-template <class Codec>
-[[nodiscard]] stream_header rows_header(const profile<Codec>& parameters) {
-  stream_header header;
-  header.format = Codec::format;
-  header.predictor = Codec::predictor_type::id;
-  header.residual = Codec::residual_model_type::id;
-  header.coder = Codec::entropy_coder_type::id;
-  header.lanes = Codec::entropy_coder_type::lanes;
-  header.precision = Codec::entropy_coder_type::precision;
-  header.profile_hash = parameters.hash();
-  header.shape = parameters.shape();
-  return header;
-}
 /// Errors: dtype_mismatch, shape_mismatch, profile_mismatch, unsupported (another codec, storage scales).
 [[nodiscard]] inline result<void> expect_same_rows(const stream_header& theirs, const stream_header& ours) {
   if (theirs.format != ours.format) return error{error_code::dtype_mismatch, "the nodes hold rows of different number formats"};
